@@ -1,0 +1,30 @@
+# The commands of the README: each makes .venv when it is missing, installs, and does its job.
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test test-all bench lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/optimus demo
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(INSTALLED) lint
+	$(BIN)/python -m pytest -n 2
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-disable-gc -s
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy optimus_compiler tests bench
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(INSTALLED)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

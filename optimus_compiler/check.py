@@ -1,0 +1,67 @@
+"""The self-check of compile(check=True): the first batch through the original module, loss and gradients compared."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from optimus_compiler.program import TRAINING
+
+if TYPE_CHECKING:
+    from optimus_compiler.compiled import CompiledModel
+
+FP32_TOLERANCE = 1e-4  # relative, ||a - b|| / ||b||: sums in another order, not another model
+BF16_FACTOR = 1.5  # of the original's own error against fp32
+
+
+class CheckError(RuntimeError):
+    """The compiled program computes something else than the module it was made from."""
+
+
+def check_against_original(compiled: "CompiledModel", model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Compares loss and every gradient of one micro-batch; raises CheckError naming the first tensor that differs.
+
+    fp32 is compared directly. bf16 is compared through the module's own fp32 result: the compiled program may be at
+    most as wrong as the module is itself, with a margin.
+    """
+    weights = compiled.full_state_dict()
+    loss, gradients = _compiled_gradients(compiled, inputs)
+    low = any(w.dtype in (torch.bfloat16, torch.float16) for w in weights.values())
+    expected_loss, expected = _original_gradients(compiled, model, weights, inputs, torch.float32)
+    if low:
+        own_loss, own = _original_gradients(compiled, model, weights, inputs, None)
+    for name, wanted, got in [("loss", expected_loss, loss), *((n, expected[n], gradients[n]) for n in expected)]:
+        error = _relative(got, wanted)
+        allowed = FP32_TOLERANCE
+        if low:
+            allowed = max(FP32_TOLERANCE, BF16_FACTOR * _relative(own_loss if name == "loss" else own[name], wanted))
+        if not error <= allowed:
+            raise CheckError(f"{name} differs from the original module's by {error:.1e} (relative), allowed {allowed:.1e}: "
+                             "a pass or the backend changed the computation")  # fmt: skip
+
+
+def _relative(got: Tensor, wanted: Tensor) -> float:
+    scale = wanted.double().norm()
+    return float((got.double() - wanted.double()).norm() / (scale if scale > 0 else 1.0))
+
+
+def _compiled_gradients(compiled: "CompiledModel", inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    parameters = {entry.name: entry.parameter for bucket in compiled.buckets for entry in bucket.entries}
+    loss = compiled.run(compiled.pad(inputs), TRAINING)["loss"]
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return loss.detach(), compiled.in_model_names(dict(zip(parameters, gradients, strict=True)))
+
+
+def _original_gradients(
+    compiled: "CompiledModel", model: nn.Module, weights: dict[str, Tensor], inputs: dict[str, Tensor], dtype: torch.dtype | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the module itself with the compiled weights, in their dtype or in another."""
+    names = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    state = {name: weight.to(dtype) if dtype and weight.is_floating_point() else weight
+             for name, weight in weights.items() if name not in compiled.program.aliases}  # fmt: skip
+    leaves = [state[name].requires_grad_() for name in names]
+    router = {"output_router_logits": True} if "valid" in compiled.program.inputs else {}
+    with torch.enable_grad():
+        out = torch.func.functional_call(model, state, kwargs={**inputs, **router})
+        gradients = torch.autograd.grad(out.loss, leaves)
+    return out.loss.detach(), dict(zip(names, gradients, strict=True))

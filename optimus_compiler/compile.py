@@ -1,0 +1,52 @@
+"""compile: capture -> passes -> lower, and the module that runs the result."""
+
+from torch import nn
+
+from optimus_compiler.capture import capture
+from optimus_compiler.compiled import CompiledModel
+from optimus_compiler.lower import Backend
+from optimus_compiler.mesh import Mesh
+from optimus_compiler.passes import PassOptions, PassPipeline, default_passes
+from optimus_compiler.runtime.kernels import Kernels
+
+
+def compile(
+    model: nn.Module,
+    mesh: Mesh | None = None,
+    *,
+    sequence_length: int,
+    micro_batch_size: int = 1,
+    micro_batches: int = 1,
+    inputs: tuple[str, ...] = ("input_ids", "labels"),
+    backend: Backend = "inductor",
+    kernels: Kernels = "auto",
+    aux_loss: bool = True,
+    force_uniform_routing: bool = False,
+    passes: PassPipeline | None = None,
+    seed: int | None = None,
+    check: bool = False,
+) -> CompiledModel:
+    """Compiles a plain Hugging Face-style model for training on a mesh.
+
+    sequence_length, micro_batch_size: the static shape [micro_batch_size, sequence_length] of one micro-batch of this
+    rank; micro_batches: how many of them a train_step takes. inputs: what the program takes; beyond input_ids and
+    labels, attention_mask [B, S] of 0 and 1, document_ids [B, S] (attention stays within a document) and position_ids
+    [B, S] may be declared. seed: an int draws the weights (the model may then be on the meta device), None keeps the
+    model's own. passes: the pipeline, default_passes by default. check: on the first batch, compares loss and all
+    gradients with the original module, which is kept for that, and refuses a mismatch.
+
+    Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory for weights is taken.
+    """
+    mesh = mesh or Mesh()
+    if mesh.size > 1:
+        raise ValueError(f"the mesh {mesh} has {mesh.size} processes; this version compiles for one")
+    if micro_batches < 1 or micro_batch_size < 1 or sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length}, micro_batch_size={micro_batch_size} and "
+                         f"micro_batches={micro_batches} must be at least 1")  # fmt: skip
+    if check and ("document_ids" in inputs or any(parameter.is_meta for parameter in model.parameters())):
+        raise ValueError("check=True runs the original module: it needs weights, and inputs without document_ids")
+    program = capture(model, sequence_length=sequence_length, micro_batch_size=micro_batch_size, inputs=inputs, aux_loss=aux_loss)
+    program.mesh = mesh
+    pipeline = passes or default_passes(mesh, PassOptions(force_uniform_routing=force_uniform_routing))
+    pipeline.run(program)
+    return CompiledModel(model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check)

@@ -1,0 +1,86 @@
+"""lower: one segment's graph -> a differentiable function, straight through AOTAutograd and Inductor.
+
+Not through torch.compile: no guards, no recompiles, cheaper calls, gradients of another dtype than the weights. The private
+interfaces of torch are all in this file; tests/test_lower.py pins how they behave.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from optimus_compiler.program import Program, Segment
+
+Backend = Literal["inductor", "aot_eager", "eager"]
+Function = Callable[..., Sequence[Tensor]]
+
+
+def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> Function:
+    """Compiles a segment: parameters, then inputs -> a tuple of its outputs, differentiable with respect to the inputs
+    that `requires_grad` marks.
+
+    A mark that is missing gives an exact loss and wrong gradients without a word: take the marks from gradient_marks,
+    and check them on the first call.
+    """
+    graph = copy_graph(segment.graph)
+    if backend == "eager":
+        return graph
+    # a ShapeEnv is what lets Inductor's on-disk caches be used on this path
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        examples = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device, requires_grad=mark)
+                    for value, mark in zip(map(_value, segment.placeholders()), requires_grad, strict=True)]  # fmt: skip
+    with tracing(TracingContext(mode)):
+        if backend == "inductor":
+            return compile_fx(graph, examples)
+        eager = lambda gm, _: make_boxed_func(gm.forward)  # noqa: E731
+        compiler = aot_autograd(fw_compiler=eager, bw_compiler=eager, partition_fn=min_cut_rematerialization_partition)
+        return compiler(graph, examples)
+
+
+def gradient_marks(program: Program) -> dict[int, tuple[bool, ...]]:
+    """For each distinct graph (by id), which placeholders need a gradient in any segment that shares it.
+
+    Autograd itself is asked, on fake tensors: export records no differentiability (every `val` says False).
+    """
+    marks = {id(group[0].graph): (False,) * len(group[0].placeholders()) for group in program.groups()}
+    known: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
+    carrying: set[str] = set()
+    while True:
+        before = (dict(marks), set(carrying))
+        for segment in program.segments:
+            graph = id(segment.graph)
+            wanted = [program.parameters[name].trainable for name in segment.parameters]
+            wanted += [name in carrying for name in segment.inputs]
+            marks[graph] = tuple(a or b for a, b in zip(marks[graph], wanted, strict=True))
+            if (graph, marks[graph]) not in known:
+                known[graph, marks[graph]] = _which_outputs_carry(program, segment, marks[graph])
+            carrying |= {name for name, carries in zip(segment.outputs, known[graph, marks[graph]], strict=True) if carries}
+        if before == (marks, carrying):
+            return marks
+
+
+def _which_outputs_carry(program: Program, segment: Segment, marks: tuple[bool, ...]) -> tuple[bool, ...]:
+    with program.fake_mode, torch.enable_grad():
+        inputs = [torch.empty_like(value).requires_grad_(mark)
+                  for value, mark in zip(map(_value, segment.placeholders()), marks, strict=True)]  # fmt: skip
+        return tuple(result.requires_grad for result in segment.graph(*inputs))
+
+
+def _value(node: fx.Node) -> Tensor:
+    return node.meta["val"]
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that a compiler may change; the fake values are shared."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copied))
+    return fx.GraphModule(nn.Module(), graph)

@@ -1,0 +1,257 @@
+"""Program: the object that passes transform: segments cut from one FX graph, a parameter table, a mesh, a history."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from optimus_compiler.mesh import Mesh
+
+Kind = Literal["const", "embed", "layer", "head"]
+Role = Literal["expert", "dense"]
+
+TRAINING = ("loss", "ce_loss", "aux_loss", "expert_counts")  # the outputs that a training step needs
+
+
+class ProgramError(RuntimeError):
+    """A program that breaks one of its own rules; the message names the segment and the rule."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a parameter is built from tensors of the model it was captured from, and back.
+
+    The parameter is the concatenation, in row-major order of its leading dimensions, of the named tensors: one name is
+    a plain reshape (the identity included), 2 * E names are per-expert gate and up projections to be stacked.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]  # of each named tensor
+
+    def build(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The full parameter, of the given shape; a view of the model's own tensor when there is only one."""
+        for name in self.names:
+            if tuple(tensors[name].shape) != self.shape:
+                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the program needs {self.shape}")
+        if len(self.names) == 1:
+            return tensors[self.names[0]].detach().reshape(shape)
+        return torch.stack([tensors[name].detach() for name in self.names]).reshape(shape)
+
+    def split(self, full: Tensor) -> dict[str, Tensor]:
+        """The model's tensors by name, as views of the full parameter."""
+        return dict(zip(self.names, full.reshape(len(self.names), *self.shape), strict=True))
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Everything that is known about one weight: there is no other place where weight layout is kept."""
+
+    name: str  # Hugging Face v5's, whatever the source
+    shape: tuple[int, ...]  # full, not local
+    dtype: torch.dtype
+    source: Source
+    role: Role = "dense"
+    trainable: bool = True
+    placement: Mapping[str, int] = field(default_factory=dict)  # mesh dimension -> sharded tensor dimension
+    stages: tuple[int, ...] = (0,)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of one rank's shard; ValueError where a placement does not divide the shape."""
+        shape = list(self.shape)
+        for dimension, axis in self.placement.items():
+            parts = mesh.sizes()[dimension]
+            if shape[axis] % parts:
+                raise ProgramError(f"{self.name} {self.shape} cannot be cut in {parts} on dimension {axis}")
+            shape[axis] //= parts
+        return tuple(shape)
+
+
+@dataclass
+class Segment:
+    """One function of the program applied to its own parameters. Segments of equal key share one graph object.
+
+    The graph's placeholders are the parameters, then the inputs; its outputs are a tuple. Inputs and outputs are value
+    names: a value is defined once, by a program input or by an earlier segment.
+    """
+
+    kind: Kind
+    graph: fx.GraphModule
+    parameters: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """A hash of the operations, arguments, shapes and dtypes: equal keys are the same function."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:12]
+
+    def lines(self) -> list[str]:
+        """The function as text without names, one line a node."""
+        number = {node: i for i, node in enumerate(self.graph.graph.nodes)}
+
+        def text(argument: Any) -> str:
+            return str(fx.node.map_arg(argument, lambda node: _Numbered(number[node])))
+
+        lines = []
+        for node in self.graph.graph.nodes:
+            value = node.meta.get("val") if node.op == "placeholder" else None
+            what = f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if value is not None else ""
+            lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {what} "
+                         f"{text(node.args)} {text(node.kwargs)}")  # fmt: skip
+        return lines
+
+    def placeholders(self) -> list[fx.Node]:
+        """The graph's placeholders: parameters first, then inputs."""
+        return [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+
+    def results(self) -> list[fx.Node]:
+        """The nodes that the graph returns, in the order of `outputs`."""
+        return list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def add_input(self, name: str, value: Tensor) -> fx.Node:
+        """Appends a placeholder to the graph (once for all segments that share it, by the caller) and returns it."""
+        last = self.placeholders()[-1] if self.placeholders() else None
+        graph = self.graph.graph
+        with graph.inserting_after(last) if last else graph.inserting_before(next(iter(graph.nodes))):
+            node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+
+class _Numbered(str):
+    """A node's number in the text of a segment."""
+
+    def __new__(cls, number: int) -> "_Numbered":
+        return super().__new__(cls, f"%{number}")
+
+    __repr__ = str.__str__
+
+
+@dataclass
+class Program:
+    """An ordered list of segments (const, embed, one a decoder layer, head) with the table of parameters."""
+
+    segments: list[Segment]
+    parameters: dict[str, ParameterSpec]
+    inputs: tuple[str, ...]  # names of the values a caller gives
+    outputs: dict[str, str]  # loss, ce_loss, aux_loss, expert_counts, logits -> value name
+    constants: dict[str, Tensor]  # values of buffers that the const segment reads
+    aliases: dict[str, str]  # further state-dict names of tied weights -> the name in a spec's source
+    micro_batch_size: int
+    sequence_length: int
+    fake_mode: FakeTensorMode
+    mesh: Mesh = field(default_factory=Mesh)
+    history: list[Any] = field(default_factory=list)  # PassReport, in order
+
+    def groups(self) -> list[list[Segment]]:
+        """Segments that share one graph, in program order: what a pass has to look at."""
+        groups: dict[int, list[Segment]] = {}
+        for segment in self.segments:
+            groups.setdefault(id(segment.graph), []).append(segment)
+        return list(groups.values())
+
+    def deduplicate(self) -> None:
+        """Lets segments of equal key share one graph object."""
+        first: dict[str, fx.GraphModule] = {}
+        for segment in self.segments:
+            segment.graph = first.setdefault(segment.key, segment.graph)
+
+    def node_count(self) -> int:
+        """Operations in the program, each layer counted."""
+        return sum(sum(node.op == "call_function" for node in s.graph.graph.nodes) for s in self.segments)
+
+    def values(self) -> dict[str, Tensor]:
+        """The fake tensor of every value: program inputs (as first read) and segment outputs."""
+        found: dict[str, Tensor] = {}
+        for segment in self.segments:
+            for name, node in zip(segment.inputs, segment.placeholders()[len(segment.parameters) :], strict=True):
+                found.setdefault(name, node.meta["val"])
+            for name, node in zip(segment.outputs, segment.results(), strict=True):
+                found[name] = node.meta["val"]
+        return found
+
+    def constant_values(self) -> dict[str, Tensor]:
+        """Runs the const segment: rope tables, masks and zero accumulators, which depend on no input and no weight."""
+        values: dict[str, Tensor] = {}
+        for segment in self.segments:
+            if segment.kind == "const":
+                with torch.no_grad():
+                    results = segment.graph(*(self.constants[name] for name in segment.inputs))
+                values.update(zip(segment.outputs, results, strict=True))
+        return values
+
+    def replace_parameters(self, old: Iterable[str], new: ParameterSpec) -> None:
+        """Replaces entries of the parameter table by one new entry, in place of the first."""
+        old = list(old)
+        table: dict[str, ParameterSpec] = {}
+        for name, spec in self.parameters.items():
+            if name == old[0]:
+                table[new.name] = new
+            elif name not in old:
+                table[name] = spec
+        self.parameters = table
+
+    def update_parameter(self, name: str, **changes: Any) -> None:
+        """Changes fields of one parameter's entry."""
+        self.parameters[name] = replace(self.parameters[name], **changes)
+
+    def prune(self) -> None:
+        """Drops what nobody reads: dead nodes, outputs, inputs and parameters of segments, until nothing changes."""
+        while True:
+            size = sum(len(s.graph.graph.nodes) + len(s.outputs) for s in self.segments)
+            self._forward_passed_values()
+            used = set(self.outputs.values()).union(*(segment.inputs for segment in self.segments))
+            for group in self.groups():
+                keep_outputs(group, [i for i in range(len(group[0].outputs)) if any(s.outputs[i] in used for s in group)])
+            self.segments = [segment for segment in self.segments if segment.outputs]
+            if size == sum(len(s.graph.graph.nodes) + len(s.outputs) for s in self.segments):
+                break
+        read = {name for segment in self.segments for name in segment.parameters}
+        self.parameters = {name: spec for name, spec in self.parameters.items() if name in read}
+
+    def _forward_passed_values(self) -> None:
+        """A segment that returns one of its inputs unchanged: readers take the input itself."""
+        for group in self.groups():
+            placeholders = group[0].placeholders()
+            passed = {i: placeholders.index(r) for i, r in enumerate(group[0].results()) if r.op == "placeholder"}
+            for segment in group:
+                rename = {segment.outputs[i]: segment.inputs[j - len(segment.parameters)] for i, j in passed.items()
+                          if j >= len(segment.parameters)}  # fmt: skip
+                for other in self.segments:
+                    other.inputs = tuple(rename.get(name, name) for name in other.inputs)
+                self.outputs = {role: rename.get(name, name) for role, name in self.outputs.items()}
+
+    def verify(self) -> list[str]:
+        """Checks every rule of a program; returns remarks, such as why two layers are not the same function.
+
+        Raises ProgramError: a graph that does not lint or whose shapes do not propagate, a value that is read before it
+        is defined, a trainable parameter that cannot reach the loss, a placement that does not divide its shape, a
+        declared input that nothing reads, an operation that writes into a segment's input.
+        """
+        from optimus_compiler.verify import verify
+
+        return verify(self)
+
+
+def keep_outputs(group: list[Segment], keep: list[int]) -> None:
+    """Keeps some outputs of segments that share a graph, and what is needed to compute them."""
+    graph = group[0].graph.graph
+    output = graph.output_node()
+    output.args = (tuple(output.args[0][i] for i in keep),)  # type: ignore[index]
+    graph.eliminate_dead_code()
+    placeholders, parameters = group[0].placeholders(), len(group[0].parameters)
+    used = [i for i, node in enumerate(placeholders) if node.users]
+    for node in placeholders:
+        if not node.users:
+            graph.erase_node(node)
+    for segment in group:
+        segment.outputs = tuple(segment.outputs[i] for i in keep)
+        segment.parameters, segment.inputs = (
+            tuple(segment.parameters[i] for i in used if i < parameters),
+            tuple(segment.inputs[i - parameters] for i in used if i >= parameters),
+        )
+    group[0].graph.recompile()

@@ -1,0 +1,51 @@
+"""ForceUniformRouting (FUR): every expert receives the same number of tokens, to measure what imbalance costs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from optimus_compiler.passes.base import Pass, PassError, PassReport
+from optimus_compiler.passes.rewrite import insert, tensor_of
+from optimus_compiler.program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ForceUniformRouting(Pass):
+    """Token t takes experts (t + j) mod N, j < K, weighted by their own probabilities (paper, section 4.3).
+
+    Replaces every topk, the router's and the auxiliary loss's: both must see the same choice.
+    """
+
+    def run(self, program: Program) -> PassReport:
+        matches = 0
+        for group in program.groups():
+            graph = group[0].graph.graph
+            for node in [n for n in graph.nodes if n.target is aten.topk.default]:
+                probabilities, top_k = node.args[:2]
+                tokens, experts = tensor_of(probabilities).shape  # type: ignore[arg-type]
+                with graph.inserting_before(node):
+                    token = _arange(program, graph, tokens, node)
+                    column = insert(program, graph, aten.unsqueeze.default, token, 1, like=node)
+                    choice = _arange(program, graph, top_k, node)  # type: ignore[arg-type]
+                    total = insert(program, graph, aten.add.Tensor, column, choice, like=node)
+                    indices = insert(program, graph, aten.remainder.Scalar, total, experts, like=node)
+                    values = insert(program, graph, aten.gather.default, probabilities, 1, indices, like=node)
+                for user in list(node.users):
+                    user.replace_all_uses_with((values, indices)[user.args[1]])  # type: ignore[index]
+                    graph.erase_node(user)
+                graph.erase_node(node)
+                matches += len(group)
+        if not matches:
+            raise PassError("ForceUniformRouting found no router: looked for topk over expert probabilities")
+        return self.report(matches)
+
+
+def _arange(program: Program, graph: fx.Graph, count: int, topk: fx.Node) -> fx.Node:
+    node = graph.call_function(aten.arange.default, (count,), {"device": tensor_of(topk.args[0]).device})  # type: ignore[arg-type]
+    node.meta["nn_module_stack"] = dict(topk.meta.get("nn_module_stack") or {})
+    with program.fake_mode:
+        node.meta["val"] = torch.arange(count, device=tensor_of(topk.args[0]).device)  # type: ignore[arg-type]
+    return node

@@ -1,0 +1,36 @@
+"""Small edits of FX graphs that several passes share."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optimus_compiler.program import Program
+
+aten = torch.ops.aten
+
+
+def insert(program: Program, graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+    """Adds a call at the graph's insertion point, with its fake value, as part of the module that `like` is part of."""
+    node = graph.call_function(target, args)
+    node.meta["nn_module_stack"] = dict(like.meta.get("nn_module_stack") or {})
+    with program.fake_mode, torch.no_grad():
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]))
+    return node
+
+
+def unpack(program: Program, graph: fx.Graph, node: fx.Node, count: int) -> list[fx.Node]:
+    """The results of an operation that returns a tuple."""
+    return [insert(program, graph, operator.getitem, node, i, like=node) for i in range(count)]
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """Paths of the modules a node was traced in, outermost first."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def tensor_of(node: fx.Node) -> Tensor:
+    """The fake tensor of a node."""
+    return node.meta["val"]

@@ -1,0 +1,1 @@
+"""What executes a compiled program: kernels, collectives, pipeline, optimizer, trainer, data, checkpoints, resilience."""

@@ -1,0 +1,92 @@
+"""Buckets: the weights and gradients of one segment and role in two flat tensors, of which parameters are views."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from optimus_compiler.program import ParameterSpec, Program, Role
+
+ALIGNMENT = 128  # bytes: every parameter starts on a cache line pair, on any device
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one parameter lies in its bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int  # elements
+    numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat tensor of the bucket, in the parameter's shape."""
+        return flat[self.offset : self.offset + self.numel].view(self.parameter.shape)
+
+
+@dataclass
+class Bucket:
+    """Weights and gradients of the trainable parameters of one segment and role.
+
+    Parameters and their `.grad` are views into `weights` and `gradients` and persist: backward adds in place, the
+    optimizer updates flat tensors. Padding between entries is zero and stays zero.
+    """
+
+    name: str
+    role: Role
+    weights: Tensor  # [numel], the parameters' dtype
+    gradients: Tensor  # [numel]
+    entries: tuple[Entry, ...]
+
+    def set_gradient_dtype(self, dtype: torch.dtype) -> None:
+        """Keeps gradients in another dtype (fp32 for bf16 weights). Gradients that are there already are lost."""
+        if dtype != self.gradients.dtype:
+            self.gradients = torch.zeros_like(self.weights, dtype=dtype)
+            self._attach()
+
+    def _attach(self) -> None:
+        for entry in self.entries:
+            entry.parameter.grad = None
+            entry.parameter.grad_dtype = self.gradients.dtype
+            entry.parameter.grad = entry.view(self.gradients)
+
+
+def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
+    """One bucket of zeros for each (segment, role), in program order; a tied weight lies in its first segment's."""
+    members: dict[tuple[str, Role], list[ParameterSpec]] = {}
+    placed: set[str] = set()
+    layer = 0
+    for segment in program.segments:
+        label = f"layer{layer}" if segment.kind == "layer" else segment.kind
+        layer += segment.kind == "layer"
+        for name in segment.parameters:
+            spec = program.parameters[name]
+            if spec.trainable and name not in placed:
+                placed.add(name)
+                members.setdefault((label, spec.role), []).append(spec)
+    return tuple(_bucket(program, f"{label}.{role}", role, specs, device) for (label, role), specs in members.items())
+
+
+def _bucket(program: Program, name: str, role: Role, specs: Iterable[ParameterSpec], device: torch.device) -> Bucket:
+    specs = list(specs)
+    (dtype,) = {spec.dtype for spec in specs} if len({spec.dtype for spec in specs}) == 1 else (None,)
+    if dtype is None:
+        raise ValueError(f"the parameters of {name} have several dtypes {sorted({str(s.dtype) for s in specs})}: cast the "
+                         "model to one with model.to(dtype)")  # fmt: skip
+    step = ALIGNMENT // dtype.itemsize
+    offsets, size = [], 0
+    for spec in specs:
+        offsets.append(size)
+        numel = torch.Size(spec.local_shape(program.mesh)).numel()
+        size += -(-numel // step) * step
+    weights = torch.zeros(size, dtype=dtype, device=device)
+    entries = []
+    for spec, offset in zip(specs, offsets, strict=True):
+        shape = spec.local_shape(program.mesh)
+        numel = torch.Size(shape).numel()
+        parameter = nn.Parameter(weights[offset : offset + numel].view(shape))
+        entries.append(Entry(spec.name, parameter, offset, numel))
+    bucket = Bucket(name, role, weights, torch.zeros_like(weights), tuple(entries))
+    bucket._attach()
+    return bucket
