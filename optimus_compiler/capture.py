@@ -1,6 +1,7 @@
 """capture: a plain Hugging Face-style model -> one FX graph (torch.export, strict) -> a Program of segments."""
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def capture(
     wrapper = _Training(model, tuple(name for name in inputs if name != "document_ids"), aux_loss)
     example = _example_inputs(wrapper.names, micro_batch_size, sequence_length)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _as_captured(model), _fake_parameters(model, mode):
+    with _as_captured(model), _fake_parameters(model, mode), _quiet():
         try:
             exported = torch.export.export(wrapper, tuple(example), strict=True)
         except Exception as error:  # torch.export raises many types, all of which mean the same to the user
@@ -84,7 +85,7 @@ class _Training(nn.Module):
         super().__init__()
         self.model = model
         config: Any = model.config
-        self.has_router = aux_loss and hasattr(config, "output_router_logits")
+        self.has_router = aux_loss and hasattr(model, "router_aux_loss_coef")
         self.names = (*inputs, "valid") if self.has_router else inputs
         self.outputs = ("loss", "ce_loss", "aux_loss", "expert_counts", "logits")
         self.keywords: dict[str, Any] = {"output_router_logits": True} if self.has_router else {}
@@ -166,6 +167,17 @@ def _as_captured(model: nn.Module) -> Iterator[None]:
             setattr(config, key, value)
         for module, mode in training.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch's own logging of a failed trace out of the way: CaptureError says what there is to say."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _traceable_experts(model: nn.Module) -> str:
@@ -263,8 +275,10 @@ def _refuse_dropout(graph: torch.fx.Graph) -> None:
 def _explain(model: nn.Module, error: Exception) -> str:
     """One sentence: the innermost module whose forward was being traced, and the first line of the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    details = [line for line in lines if line.startswith("Developer debug context:")]
-    cause = "; ".join([lines[0], *(line.partition(":")[2].strip() for line in details)])
+    details = [line.partition(":")[2].strip() for line in lines if line.startswith("Developer debug context:")]
+    if not any(details):
+        details = [line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")]
+    cause = "; ".join([lines[0], *filter(None, details)])
     frames = list(getattr(error, "real_stack", None) or []) or traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         for name, module in model.named_modules():

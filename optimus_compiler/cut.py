@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 
+from optimus_compiler.graphs import eliminate_dead_code
 from optimus_compiler.program import ParameterSpec, Program, Segment
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def cut(
     for node in list(graph.nodes):
         if node.target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
 
     names = _name_values(exported)
     segment_of = assign(exported)

@@ -1,4 +1,4 @@
-"""`experts_implementation="optimus"`: the fused SparseMoE ops inside an unmodified transformers model, without compile."""
+"""`experts_implementation="optimus"`: the fused SparseMoE ops in an unmodified transformers model, without compile."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from optimus_compiler.runtime.kernels import moe
 
 
 def register_experts() -> None:
-    """Make transformers accept `experts_implementation="optimus"` (from_pretrained, config, set_experts_implementation).
+    """Make transformers accept `experts_implementation="optimus"` (from_pretrained, config,
+    set_experts_implementation).
 
-    Raises ImportError when transformers is missing. A model whose experts the fused ops cannot run (bias, no gate, another
-    activation or layout) raises ValueError at its first forward, naming its experts class.
+    Raises ImportError when transformers is missing. A model whose experts the fused ops cannot run (bias, no gate,
+    another activation or layout) raises ValueError at its first forward, naming its experts class.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -23,9 +24,7 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register("optimus", optimus_experts_forward)
 
 
-def optimus_experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def optimus_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts forward: hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
 
     Under transformers' own expert parallelism, choices of another rank carry the index num_experts: they are no local
@@ -53,5 +52,6 @@ def _refuse_unsupported(experts: Any) -> None:
     cause = next((cause for cause, present in causes.items() if present), None)
     if cause is not None:
         raise ValueError(
-            f'experts_implementation="optimus" cannot run {type(experts).__name__}: {cause}; use "grouped_mm" or "eager"'
+            f'experts_implementation="optimus" cannot run {type(experts).__name__}: {cause}; '
+            'choose "grouped_mm" or "eager"'
         )

@@ -1,5 +1,7 @@
 """explain: what the passes did to a program, as text."""
 
+import math
+
 from optimus_compiler.passes.base import PassPipeline
 from optimus_compiler.program import Program, Segment
 
@@ -35,16 +37,9 @@ def readable(segment: Segment) -> str:
 def _row(program: Program, group: list[Segment]) -> list[object]:
     segment = group[0]
     specs = [program.parameters[name] for name in segment.parameters]
-    elements = sum(_numel(spec.local_shape(program.mesh)) for spec in specs)
+    elements = sum(math.prod(spec.local_shape(program.mesh)) for spec in specs)
     nodes = sum(node.op == "call_function" for node in segment.graph.graph.nodes)
     return [segment.kind, len(group), segment.key, nodes, len(specs), f"{elements:,}", len(segment.inputs), len(segment.outputs)]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _table(header: list[str], rows: list[list[object]]) -> list[str]:

@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -38,11 +35,28 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> 
         examples = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device, requires_grad=mark)
                     for value, mark in zip(map(_value, segment.placeholders()), requires_grad, strict=True)]  # fmt: skip
     with tracing(TracingContext(mode)):
-        if backend == "inductor":
-            return compile_fx(graph, examples)
-        eager = lambda gm, _: make_boxed_func(gm.forward)  # noqa: E731
-        compiler = aot_autograd(fw_compiler=eager, bw_compiler=eager, partition_fn=min_cut_rematerialization_partition)
-        return compiler(graph, examples)
+        return _inductor(graph, examples) if backend == "inductor" else _aot_eager(graph, examples)
+
+
+# torch's compilers take seconds to import: nobody should wait for them before something is compiled
+
+
+def _inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, examples)
+
+
+def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
+    """AOTAutograd with Inductor's partitioner, both graphs run as they are."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def as_is(module: fx.GraphModule, _: object) -> Function:
+        return make_boxed_func(module.forward)
+
+    compiler = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=min_cut_rematerialization_partition)
+    return compiler(graph, examples)
 
 
 def gradient_marks(program: Program) -> dict[int, tuple[bool, ...]]:

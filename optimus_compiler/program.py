@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from optimus_compiler.graphs import eliminate_dead_code
 from optimus_compiler.mesh import Mesh
 
 Kind = Literal["const", "embed", "layer", "head"]
@@ -229,8 +230,8 @@ class Program:
         """Checks every rule of a program; returns remarks, such as why two layers are not the same function.
 
         Raises ProgramError: a graph that does not lint or whose shapes do not propagate, a value that is read before it
-        is defined, a trainable parameter that cannot reach the loss, a placement that does not divide its shape, a
-        declared input that nothing reads, an operation that writes into a segment's input.
+        is defined, a trainable parameter that cannot reach the loss, a placement that does not divide its shape, an
+        operation that writes into a segment's input.
         """
         from optimus_compiler.verify import verify
 
@@ -242,7 +243,7 @@ def keep_outputs(group: list[Segment], keep: list[int]) -> None:
     graph = group[0].graph.graph
     output = graph.output_node()
     output.args = (tuple(output.args[0][i] for i in keep),)  # type: ignore[index]
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
     placeholders, parameters = group[0].placeholders(), len(group[0].parameters)
     used = [i for i, node in enumerate(placeholders) if node.users]
     for node in placeholders:

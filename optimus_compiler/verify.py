@@ -5,6 +5,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, fx
 
+from optimus_compiler.graphs import storage_root, writes_in_place
 from optimus_compiler.program import Program, ProgramError, Segment
 
 
@@ -52,8 +53,8 @@ def _check_graph(program: Program, segment: Segment) -> None:
     except RuntimeError as error:
         _fail(where, f"the graph does not lint: {error}")
     for node in graph.nodes:
-        if writes_in_place(node) and storage_root(node.args[0]).op == "placeholder":
-            _fail(where, f"{node.name} ({node.target}) writes into {storage_root(node.args[0]).name}, a segment's input")
+        if writes_in_place(node) and storage_root(node).op == "placeholder":
+            _fail(where, f"{node.name} ({node.target}) writes into {storage_root(node).name}, a segment's input")
     found = propagate(program, segment)
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -106,10 +107,6 @@ def _check_values(program: Program) -> None:
             if name in defined:
                 _fail(where, f"defines {name} a second time")
             defined[name] = node.meta["val"]
-    read_names = {name for segment in program.segments for name in segment.inputs}
-    for name in program.inputs:
-        if name not in read_names:
-            _fail("program", f"nothing reads the declared input {name}")
     for role, name in program.outputs.items():
         if name not in defined:
             _fail("program", f"the output {role} ({name}) is not defined by any segment")
@@ -145,27 +142,3 @@ def _why_layers_differ(program: Program) -> list[str]:
             a, b = ([*segment.lines(), "(end)"][number].strip() for segment in (before, after))
             remarks.append(f"layer {index} is not the same function as layer {index - 1}: node {number} is {b!r}, not {a!r}")
     return remarks
-
-
-def writes_in_place(node: fx.Node) -> bool:
-    """Whether an operation mutates its first argument (aten's trailing underscore)."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.arguments) and _is_written(schema.arguments[0])
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The node whose storage this one is a view of; the node itself when it owns its storage."""
-    while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-            return node
-        aliased = [a for a, value in zip(schema.arguments, node.args, strict=False)
-                   if a.alias_info is not None and isinstance(value, fx.Node)]  # fmt: skip
-        if not aliased:
-            return node
-        node = node.args[schema.arguments.index(aliased[0])]  # type: ignore[assignment]
-    return node

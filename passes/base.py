@@ -68,6 +68,10 @@ class PassPipeline:
                 nodes_after=program.node_count(),
                 seconds=time.perf_counter() - start,
             ))  # fmt: skip
+        read = {name for segment in program.segments for name in segment.inputs}
+        for name in program.inputs:
+            if name not in read:
+                raise PassError(f"nothing reads the declared input {name}: no operation of the model, no pass")
         return list(program.history)
 
     def __str__(self) -> str:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from optimus_compiler.graphs import is_view, storage_root, writes_in_place
 from optimus_compiler.passes.base import Pass, PassReport
 from optimus_compiler.program import Program
-from optimus_compiler.verify import storage_root, writes_in_place
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ class Canonicalise(Pass):
                 elif node.target in CASTS and _is_identity(node):
                     node.replace_all_uses_with(node.args[0])
                     graph.erase_node(node)
-                elif node.op == "call_function" and writes_in_place(node) and _is_last_reader(graph, node):
+                elif writes_in_place(node) and _is_last_reader(graph, node):
                     node.target = _functional(node.target)
                 else:
                     continue
@@ -67,19 +67,14 @@ def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 def _is_last_reader(graph: fx.Graph, node: fx.Node) -> bool:
     """Whether everything after the write reads the storage only through the write's own result."""
-    root = storage_root(node.args[0])  # type: ignore[arg-type]
+    root = storage_root(node)
     if root.op == "placeholder":
         return False
     order = {n: i for i, n in enumerate(graph.nodes)}
     written = _views_through(node)
-    for other in graph.nodes:
-        if other is node or other.op != "call_function" and other.op != "output":
-            continue
-        if order[other] > order[node]:
-            for source in other.all_input_nodes:
-                if source not in written and _shares_storage(source, root):
-                    return False
-    return True
+    later = [other for other in graph.nodes if order[other] > order[node]]
+    read = {source for other in later for source in other.all_input_nodes}
+    return not any(storage_root(source) is root for source in read - written)
 
 
 def _views_through(node: fx.Node) -> set[fx.Node]:
@@ -87,16 +82,7 @@ def _views_through(node: fx.Node) -> set[fx.Node]:
     found, pending = {node}, [node]
     while pending:
         for user in pending.pop().users:
-            if user not in found and user.op == "call_function" and _is_view(user):
+            if user not in found and is_view(user):
                 found.add(user)
                 pending.append(user)
     return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
-
-
-def _shares_storage(node: fx.Node, root: fx.Node) -> bool:
-    return node is root or storage_root(node) is root

@@ -16,6 +16,7 @@ from optimus_compiler.program import ParameterSpec, Program, Segment, Source
 
 aten = torch.ops.aten
 EXPERTS = re.compile(r"(.*)\.experts(\.\d+)?(?:\.|$)")
+BLANKS = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
 VIEWS = {aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int}
 
 
@@ -103,11 +104,11 @@ def _after_choice(segment: Segment, path: str) -> set[fx.Node]:
 
 
 def _absorb_feeders(segment: Segment, path: str, nodes: set[fx.Node]) -> None:
-    """Adds what feeds only the region: values made from nothing (zeros, arange) and views within the block."""
+    """Adds what feeds only the region: values made from nothing (zeros, arange, zeros_like) and views within the block."""
     for node in reversed(segment.graph.graph.nodes):
         if node.op != "call_function" or node in nodes or not node.users or not all(u in nodes for u in node.users):
             continue
-        if not node.all_input_nodes or (node.target in VIEWS and path in module_paths(node)):
+        if not node.all_input_nodes or (node.target in VIEWS | BLANKS and path in module_paths(node)):
             nodes.add(node)
 
 

@@ -1,6 +1,6 @@
 """Buckets: the weights and gradients of one segment and role in two flat tensors, of which parameters are views."""
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,38 +53,33 @@ class Bucket:
 
 
 def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
-    """One bucket of zeros for each (segment, role), in program order; a tied weight lies in its first segment's."""
-    members: dict[tuple[str, Role], list[ParameterSpec]] = {}
+    """One bucket of zeros for each (segment, role, dtype), in program order; a tied weight lies in its first segment's."""
+    members: dict[str, list[ParameterSpec]] = {}
     placed: set[str] = set()
-    layer = 0
+    layers = 0
     for segment in program.segments:
-        label = f"layer{layer}" if segment.kind == "layer" else segment.kind
-        layer += segment.kind == "layer"
+        label = f"layer{layers}" if segment.kind == "layer" else segment.kind
+        layers += segment.kind == "layer"
         for name in segment.parameters:
             spec = program.parameters[name]
             if spec.trainable and name not in placed:
                 placed.add(name)
-                members.setdefault((label, spec.role), []).append(spec)
-    return tuple(_bucket(program, f"{label}.{role}", role, specs, device) for (label, role), specs in members.items())
+                members.setdefault(f"{label}.{spec.role}.{str(spec.dtype).removeprefix('torch.')}", []).append(spec)
+    return tuple(_bucket(program, name, specs, device) for name, specs in members.items())
 
 
-def _bucket(program: Program, name: str, role: Role, specs: Iterable[ParameterSpec], device: torch.device) -> Bucket:
-    specs = list(specs)
-    (dtype,) = {spec.dtype for spec in specs} if len({spec.dtype for spec in specs}) == 1 else (None,)
-    if dtype is None:
-        raise ValueError(f"the parameters of {name} have several dtypes {sorted({str(s.dtype) for s in specs})}: cast the "
-                         "model to one with model.to(dtype)")  # fmt: skip
+def _bucket(program: Program, name: str, specs: list[ParameterSpec], device: torch.device) -> Bucket:
+    role, dtype = specs[0].role, specs[0].dtype
     step = ALIGNMENT // dtype.itemsize
+    shapes = [spec.local_shape(program.mesh) for spec in specs]
     offsets, size = [], 0
-    for spec in specs:
+    for shape in shapes:
         offsets.append(size)
-        numel = torch.Size(spec.local_shape(program.mesh)).numel()
-        size += -(-numel // step) * step
+        size += -(-math.prod(shape) // step) * step
     weights = torch.zeros(size, dtype=dtype, device=device)
     entries = []
-    for spec, offset in zip(specs, offsets, strict=True):
-        shape = spec.local_shape(program.mesh)
-        numel = torch.Size(shape).numel()
+    for spec, shape, offset in zip(specs, shapes, offsets, strict=True):
+        numel = math.prod(shape)
         parameter = nn.Parameter(weights[offset : offset + numel].view(shape))
         entries.append(Entry(spec.name, parameter, offset, numel))
     bucket = Bucket(name, role, weights, torch.zeros_like(weights), tuple(entries))

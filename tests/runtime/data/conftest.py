@@ -1,0 +1,56 @@
+"""A small byte-level tokenizer trained here, and writers of input files."""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.\r\nTwice.",
+    "",
+    " \n\t ",
+    "an end <|endoftext|> that is no end, and a <pad> that is none",
+    "naïve café — 漢字, \u2028 and a NUL \x00 inside",
+    "a long one: " + "word after word " * 40,
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte-level BPE of about 300 tokens, <pad> = 0, <|endoftext|> = 1; its file asks for truncation and padding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=64)
+    path = tmp_path_factory.mktemp("tokenizer") / "tiny.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def json_lines(texts: Sequence[str]) -> bytes:
+    """One JSON object a line, as dolma writes them."""
+    return b"".join(json.dumps({"id": str(i), "text": text}).encode() + b"\n" for i, text in enumerate(texts))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, bytes], Path]:
+    """write(name, data) puts a file below tmp_path/in, gzipped if its name says so."""
+
+    def write_file(name: str, data: bytes) -> Path:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        return path
+
+    return write_file

@@ -1,0 +1,291 @@
+"""prepare writes exactly the documents, once each, in bytes that depend on seed and inputs alone, or nothing at all."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from optimus_compiler.runtime.data import workers
+from optimus_compiler.runtime.data.dataset import PreparedData
+from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.data.manifest import Manifest
+from optimus_compiler.runtime.data.prepare import prepare
+from tests.runtime.data.conftest import TEXTS, json_lines
+
+Write = Callable[[str, bytes], Path]
+EOS = 1
+CORPUS = Path(__file__).parents[3].parent / "shared"
+
+
+def ids_of(text: str, tokenizer_file: Path) -> list[int]:
+    """What the document must become, by a tokenizer that has no special tokens at all."""
+    record = json.loads(tokenizer_file.read_text())
+    record.update(added_tokens=[], truncation=None, padding=None)
+    return Tokenizer.from_str(json.dumps(record)).encode(text).ids
+
+
+def stream_of(texts: list[str], tokenizer_file: Path) -> list[int]:
+    return [token for text in texts if text for token in [*ids_of(text, tokenizer_file), EOS]]
+
+
+def stored(folder: Path) -> np.ndarray:
+    return np.concatenate([np.load(path, mmap_mode="r") for path in sorted(folder.glob("shard-*.npy"))])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def word_level(tmp_path: Path, vocabulary: dict[str, int]) -> Path:
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = tmp_path / "words.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_instances_are_the_streams_cut_by_file_each_exactly_once(
+    write: Write, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    write("a.jsonl", json_lines(TEXTS))
+    write("b.json.gz", json_lines(TEXTS[::-1]))
+    write("c.txt", TEXTS[4].encode())
+    context = 8
+    manifest = prepare([tmp_path / "in"], tokenizer=tokenizer_file, context_length=context, output=tmp_path / "out")
+    streams = [stream_of(texts, tokenizer_file) for texts in (TEXTS, TEXTS[::-1], [TEXTS[4]])]
+    expected = [s[i : i + context] for s in streams for i in range(0, len(s) - context + 1, context)]
+    rows = stored(tmp_path / "out").tolist()
+    assert sorted(rows) == sorted(expected)
+    assert rows != expected  # shuffled
+    counts = [source.counts for source in manifest.sources]
+    assert [c.documents for c in counts] == [5, 5, 1]
+    assert [c.empty_documents for c in counts] == [1, 1, 0]
+    assert [c.tokens for c in counts] == [len(s) for s in streams]
+    assert [c.instances for c in counts] == [len(s) // context for s in streams]
+    assert [c.dropped_tokens for c in counts] == [len(s) % context for s in streams]
+    assert manifest.counts.tokens == sum(map(len, streams))
+    assert [Path(source.file).name for source in manifest.sources] == ["a.jsonl", "b.json.gz", "c.txt"]
+
+
+def test_the_folder_describes_itself(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write("a.jsonl", json_lines(TEXTS * 5))
+    out = tmp_path / "out"
+    manifest = prepare([source], tokenizer=tokenizer_file, context_length=10, output=out, shard_tokens=99, seed=3)
+    assert manifest == Manifest.read(out)
+    record = json.loads((out / "manifest.json").read_text())
+    assert (record["version"], record["dtype"], record["eos_id"], record["seed"]) == (1, "uint16", EOS, 3)
+    assert record["vocab_size"] == max(Tokenizer.from_file(str(tokenizer_file)).get_vocab().values()) + 1
+    assert record["tokenizer"]["sha256"] == hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
+    assert record["tokenizer"]["file"] == "tiny.json"
+    assert (out / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+    assert record["sources"][0]["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert len(record["shards"]) > 2
+    for number, shard in enumerate(record["shards"]):
+        assert shard["file"] == f"shard-{number:05d}.npy"
+        assert shard["sha256"] == hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest()
+        rows = np.load(out / shard["file"], mmap_mode="r")
+        assert rows.dtype == np.uint16
+        assert rows.shape == (shard["instances"], 10)
+    assert [s["instances"] for s in record["shards"][:-1]] == [9] * (len(record["shards"]) - 1)
+    assert set(contents(out)) == {"manifest.json", "tokenizer.json", *(s["file"] for s in record["shards"])}
+
+
+def test_documents_decode_to_their_text_with_eos_between(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    text = TEXTS[3]
+    source = write("a.jsonl", json_lines([text, text]))
+    context = len(ids_of(text, tokenizer_file)) + 1
+    prepare([source], tokenizer=tokenizer_file, context_length=context, output=tmp_path / "out")
+    data = PreparedData.open(tmp_path / "out")
+    for row in data.batch(0, 2, seed=0).tolist():
+        assert row[-1] == EOS
+        assert EOS not in row[:-1]
+        assert data.tokenizer().decode(row[:-1], skip_special_tokens=False) == text
+
+
+def test_bytes_depend_on_the_seed_and_not_on_workers_or_the_way_inputs_are_named(
+    write: Write, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    for number in range(4):
+        write(f"{number}.jsonl", json_lines([*TEXTS, f"file {number} " * (10 * number + 1)]))
+
+    def run(name: str, inputs: list[str | Path], workers: int = 1, seed: int = 0) -> dict[str, bytes]:
+        prepare(inputs, tokenizer=tokenizer_file, context_length=16, output=tmp_path / name, workers=workers, seed=seed)
+        return contents(tmp_path / name)
+
+    one = run("one", [tmp_path / "in"])
+    assert run("two", [f"{tmp_path}/in/[31].jsonl", tmp_path / "in"], workers=2) == one
+    other = run("other", [tmp_path / "in"], seed=1)
+    assert other["shard-00000.npy"] != one["shard-00000.npy"]
+    assert sorted(stored(tmp_path / "other").tolist()) == sorted(stored(tmp_path / "one").tolist())
+
+
+def test_stored_order_does_not_depend_on_the_shard_size(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    for name, size in (("small", 16), ("large", 1 << 20)):
+        prepare([source], tokenizer=tokenizer_file, context_length=16, output=tmp_path / name, shard_tokens=size)
+    np.testing.assert_array_equal(stored(tmp_path / "small"), stored(tmp_path / "large"))
+
+
+def test_progress_reaches_the_total(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    files = [write("a.jsonl", json_lines(TEXTS * 3)), write("b.json.gz", json_lines(TEXTS))]
+    total = sum(file.stat().st_size for file in files)
+    calls: list[tuple[int, int]] = []
+    prepare(
+        files,
+        tokenizer=tokenizer_file,
+        context_length=8,
+        output=tmp_path / "out",
+        progress=lambda done, of: calls.append((done, of)),
+    )
+    assert calls[-1] == (total, total)
+    assert calls == sorted(calls)
+
+
+@pytest.mark.parametrize(("words", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
+def test_dtype_holds_the_largest_id(write: Write, tmp_path: Path, words: int, dtype: str) -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, "largest": words - 1}  # ids may have holes
+    source = write("a.txt", b"largest largest")
+    manifest = prepare([source], tokenizer=word_level(tmp_path, vocabulary), context_length=3, output=tmp_path / "out")
+    assert (manifest.dtype, manifest.vocab_size, manifest.eos_id) == (dtype, words, 1)
+    assert stored(tmp_path / "out").tolist() == [[words - 1, words - 1, 1]]
+    assert PreparedData.open(tmp_path / "out").batch(0, 1, seed=0).tolist() == [[words - 1, words - 1, 1]]
+
+
+def test_eos_is_found_by_name_or_named(write: Write, tmp_path: Path) -> None:
+    source = write("a.txt", b"a b")
+    both = word_level(tmp_path, {"<unk>": 0, "<|endoftext|>": 3, "</s>": 4, "a": 1, "b": 2})
+    with pytest.raises(DataError, match=r"several end-of-text tokens \(<\|endoftext\|>, </s>\)"):
+        prepare([source], tokenizer=both, context_length=3, output=tmp_path / "out")
+    with pytest.raises(DataError, match="no token '<end>'"):
+        prepare([source], tokenizer=both, context_length=3, output=tmp_path / "out", eos="<end>")
+    prepare([source], tokenizer=both, context_length=3, output=tmp_path / "out", eos="</s>")
+    assert stored(tmp_path / "out").tolist() == [[1, 2, 4]]
+    none = word_level(tmp_path, {"<unk>": 0, "a": 1})
+    with pytest.raises(DataError, match="none of the usual end-of-text tokens"):
+        prepare([source], tokenizer=none, context_length=3, output=tmp_path / "other")
+
+
+def test_eos_that_can_only_be_read_as_eos_is_refused(write: Write, tmp_path: Path) -> None:
+    source = write("a.jsonl", json_lines(["a", "a </s> b"]))
+    words = word_level(tmp_path, {"<unk>": 0, "</s>": 1, "a": 2})
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the text contains </s>"):
+        prepare([source], tokenizer=words, context_length=2, output=tmp_path / "out")
+
+
+def test_eos_not_marked_special_in_the_file_is_still_ordinary_text(
+    write: Write, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    record = json.loads(tokenizer_file.read_text())
+    for token in record["added_tokens"]:
+        token["special"] = False
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps(record))
+    text = "x <|endoftext|> y"
+    length = len(ids_of(text, tokenizer_file)) + 1
+    prepare([write("a.txt", text.encode())], tokenizer=plain, context_length=length, output=tmp_path / "out")
+    assert stored(tmp_path / "out").tolist() == [stream_of([text], tokenizer_file)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_damage_in_any_file_leaves_nothing_behind(
+    write: Write, tmp_path: Path, tokenizer_file: Path, count: int
+) -> None:
+    write("a.jsonl", json_lines(TEXTS * 20))
+    write("b.jsonl", json_lines(TEXTS) + b'{"text": "half')
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"b\.jsonl, line 7"):
+        prepare([tmp_path / "in"], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out", workers=count)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_interrupt_leaves_nothing_behind(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    before = sorted(tmp_path.iterdir())
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([source], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out", progress=interrupt)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_killed_worker_is_an_error(
+    write: Write, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write("a.jsonl", json_lines(TEXTS)), write("b.jsonl", json_lines(TEXTS))]
+    monkeypatch.setattr(workers, "_tokenise", _die)
+    with pytest.raises(ChildProcessError, match="worker was killed"):
+        prepare(files, tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out", workers=2)
+    assert not list(tmp_path.glob(".out*"))
+
+
+def _die(path: Path, output: Path) -> None:
+    os._exit(1)
+
+
+def test_existing_output_is_refused_and_kept(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    out = tmp_path / "out"
+    out.mkdir()
+    prepare([source], tokenizer=tokenizer_file, context_length=8, output=out)  # an empty folder is taken
+    kept = contents(out)
+    with pytest.raises(DataError, match="out exists and is not an empty folder"):
+        prepare([source], tokenizer=tokenizer_file, context_length=8, output=out)
+    assert contents(out) == kept
+    with pytest.raises(DataError, match="exists and is not an empty folder"):
+        prepare([source], tokenizer=tokenizer_file, context_length=8, output=source)
+
+
+def test_another_runs_partial_folder_is_not_touched(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "theirs").touch()
+    with pytest.raises(DataError, match=r"\.out\.partial exists"):
+        prepare([source], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out")
+    assert (tmp_path / ".out.partial" / "theirs").exists()
+
+
+def test_arguments_are_checked_before_anything_is_written(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"version": "1.0"}')
+    before = sorted(tmp_path.iterdir())
+    arguments: list[tuple[dict, str]] = [
+        ({"context_length": 1}, "context length 1 is too short"),
+        ({"context_length": 100_000}, r"no instance of 100000 tokens fits: the inputs hold \d+ tokens in 1 files"),
+        ({"workers": 0}, "0 workers"),
+        ({"seed": -1}, "seed -1 is out of range"),
+        ({"seed": 1 << 64}, "out of range"),
+        ({"shard_tokens": 7}, "a shard of 7 tokens cannot hold an instance of 8"),
+        ({"tokenizer": broken}, r"broken\.json is not a Hugging Face tokenizer\.json"),
+        ({"inputs": [tmp_path / "absent.txt"]}, "names no input file"),
+    ]
+    for changed, message in arguments:
+        given = {"inputs": [source], "tokenizer": tokenizer_file, "context_length": 8, "output": tmp_path / "out"}
+        with pytest.raises(DataError, match=message):
+            prepare(**(given | changed))
+        assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+        prepare([source], tokenizer=tmp_path / "absent.json", context_length=8, output=tmp_path / "out")
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="no ../shared beside the repository")
+def test_real_text_with_the_olmoe_tokenizer(write: Write, tmp_path: Path) -> None:
+    tokenizer_file = CORPUS / "tokenizer" / "olmoe.json"
+    literal = write("a.jsonl", json_lines(["a <|endoftext|> b<|padding|>" * 40]))
+    prepare([literal], tokenizer=tokenizer_file, context_length=64, output=tmp_path / "literal")
+    assert not np.isin(stored(tmp_path / "literal"), [1, 50279]).any()
+
+    source = CORPUS / "corpus" / "postgresql-docs-0001.json.gz"
+    out = tmp_path / "real"
+    manifest = prepare([source], tokenizer=tokenizer_file, context_length=128, output=out)
+    assert (manifest.eos_id, manifest.vocab_size, manifest.dtype) == (50279, 50280, "uint16")
+    assert manifest.counts.instances == manifest.counts.tokens // 128 > 1000
+    eos = int((stored(out) == 50279).sum())
+    assert manifest.counts.documents - 2 < eos <= manifest.counts.documents  # the last may be in the dropped tail

@@ -1,0 +1,441 @@
+"""compile: loss and all gradients of compiled models equal transformers' own, in every form and corner."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optimus_compiler as optimus
+from optimus_compiler.models import OlmoeConfig
+from optimus_compiler.passes import Canonicalise, CausalMask, FuseLoss, FuseSparseMoE, PassPipeline
+from tests.models.twins import SIZES, olmo_config, olmoe_config, ours, relative_error, theirs, twins
+from tests.parity import assert_parity, compile_for, random_ids, reference_step, worst_gradient
+from tests.v4_block import with_v4_blocks
+
+V = SIZES["vocab_size"]
+
+MOE_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one choice": {"num_experts_per_tok": 1},
+    "all experts": {"num_experts_per_tok": 6},
+    "one expert": {"num_experts": 1, "num_experts_per_tok": 1},
+    "norm_topk_prob": {"norm_topk_prob": True},
+    "clip_qkv": {"clip_qkv": 0.4},
+    "grouped-query attention": {"num_key_value_heads": 2},
+    "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    "widths off 16 bytes": {"hidden_size": 18, "num_attention_heads": 3, "intermediate_size": 13},
+}
+
+
+@pytest.mark.parametrize("case", MOE_CASES)
+@pytest.mark.parametrize("form", ["ours", "transformers"])
+def test_moe_gradients_equal_transformers(form: str, case: str) -> None:
+    model, reference = twins(olmoe_config(**MOE_CASES[case]))
+    ids, labels = random_ids(V, 2, 13)  # 26 tokens: not divisible by 8
+    compiled = compile_for(model if form == "ours" else reference, ids)
+    assert_parity(compiled, reference, ids, labels)
+    error, name = worst_gradient(compiled, reference, 2)
+    gate = compiled.full_gradients()["model.layers.0.mlp.gate.weight"]
+    assert gate.abs().sum() > 0 or MOE_CASES[case].get("num_experts") == 1, name
+
+
+@pytest.mark.parametrize("form", ["ours", "transformers"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_gradients_equal_transformers(form: str, tied: bool) -> None:
+    model, reference = twins(olmo_config(tie_word_embeddings=tied, clip_qkv=0.5, num_key_value_heads=2))
+    ids, labels = random_ids(V, 2, 13)
+    compiled = compile_for(model if form == "ours" else reference, ids)
+    assert_parity(compiled, reference, ids, labels)
+    assert float(compiled(ids, labels).aux_loss) == 0.0
+    assert set(compiled.full_state_dict()) == set(reference.state_dict())
+
+
+@pytest.mark.parametrize("form", ["ours", "transformers"])
+def test_padding_mask(form: str) -> None:
+    model, reference = twins(olmoe_config())
+    ids, labels = random_ids(V, 2, 13)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    labels[1, 8:] = -100
+    compiled = compile_for(model if form == "ours" else reference, ids, {"attention_mask": mask})
+    assert_parity(compiled, reference, ids, labels, attention_mask=mask)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """document_ids and position_ids: each document computes what it computes alone."""
+    model = ours(olmoe_config())
+    ids, labels = random_ids(V, 1, 12)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    inputs = {"document_ids": documents, "position_ids": positions}
+    compiled = compile_for(model, ids, inputs)
+    packed = compiled(ids, labels, return_logits=True, **inputs).logits
+    for part in (slice(0, 5), slice(5, 12)):
+        alone = model(input_ids=ids[:, part]).logits
+        assert relative_error(packed[:, part], alone) <= 1e-5
+
+
+def test_one_token() -> None:
+    """A single token has no next token: no cross entropy, but logits and a router that learns from the auxiliary loss."""
+    model, reference = twins(olmoe_config())
+    ids, labels = random_ids(V, 1, 1)
+    compiled = compile_for(model, ids)
+    out, expected = compiled(ids, labels, return_logits=True), reference(input_ids=ids, output_router_logits=True)
+    assert relative_error(out.logits, expected.logits) <= 1e-5
+    assert relative_error(out.aux_loss, expected.aux_loss) <= 1e-6
+    out.aux_loss.backward()
+    expected.aux_loss.backward()
+    gate = "model.layers.1.mlp.gate.weight"
+    assert relative_error(compiled.full_gradients()[gate], reference.get_parameter(gate).grad) <= 1e-4
+
+
+def test_expert_without_a_token_has_a_gradient_of_exactly_zero() -> None:
+    model, reference = twins(olmoe_config(num_experts=24, num_experts_per_tok=1))
+    ids, labels = random_ids(V, 1, 9)
+    compiled = compile_for(model, ids)
+    assert_parity(compiled, reference, ids, labels)
+    counts = compiled.train_step(ids, labels).expert_counts
+    assert counts is not None
+    assert float(counts.sum()) == 2 * 9  # layers x tokens
+    unused = counts == 0
+    assert unused.any()
+    gradient = compiled.full_gradients()["model.layers.0.mlp.experts.gate_up_proj"]
+    assert torch.equal(gradient[unused], torch.zeros_like(gradient[unused]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_near_ties_choose_as_the_original_does(backend: str) -> None:
+    """Two experts whose router rows are equal but for one rounding step, and two that are exactly equal.
+
+    One layer: after it, another order of the experts' sums is another input of the next router.
+    """
+    model = ours(olmoe_config(num_hidden_layers=1))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.mlp.gate.weight
+            weight[1] = weight[0] * (1 + 2e-7)
+            weight[3] = weight[2]
+    reference = theirs(model.config)
+    reference.load_state_dict(model.state_dict())
+    ids, labels = random_ids(V, 4, 16)
+    compiled = compile_for(reference, ids, backend=backend)
+    assert_parity(compiled, reference, ids, labels)
+    chosen: list[Tensor] = []
+    for layer in reference.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    reference(input_ids=ids)
+    expected = torch.bincount(torch.cat(chosen).reshape(-1), minlength=6).float()
+    counts = compiled.train_step(ids, labels).expert_counts
+    assert counts is not None
+    assert torch.equal(counts, expected)
+
+
+def test_poisoned_memory_leaves_everything_finite_and_equal(poisoned_memory: None) -> None:
+    model, reference = twins(olmoe_config(num_experts=16, num_experts_per_tok=2))
+    ids, labels = random_ids(V, 1, 7)
+    assert_parity(compile_for(model, ids), reference, ids, labels)
+
+
+@pytest.fixture
+def poisoned_memory() -> Any:
+    """Every tensor that is allocated without a value holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_three_passes_give_bitwise_the_same_gradients(backend: str) -> None:
+    ids, labels = random_ids(V, 2, 16)
+    compiled = compile_for(ours(olmoe_config()), ids, backend=backend)
+    seen = []
+    for _ in range(3):
+        for bucket in compiled.buckets:
+            bucket.gradients.zero_()
+        loss = compiled.train_step(ids, labels).loss
+        seen.append([loss, *(bucket.gradients.clone() for bucket in compiled.buckets)])
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def test_forty_repeats_give_one_loss() -> None:
+    ids, labels = random_ids(V, 2, 16)
+    compiled = compile_for(ours(olmoe_config()), ids)
+    assert len({float(compiled.train_step(ids, labels).loss) for _ in range(40)}) == 1
+
+
+def test_skewed_routing_never_recompiles() -> None:
+    """20 steps in which the experts' token counts change every time, up to all tokens on one expert."""
+    model = ours(olmoe_config(num_experts=8, num_experts_per_tok=1))
+    ids, labels = random_ids(V, 2, 16)
+    compiled = compile_for(model, ids)
+    compiled.train_step(ids, labels)
+    functions = dict(compiled._functions)
+    torch._dynamo.utils.counters.clear()
+    counts = set()
+    for step in range(20):
+        for name, parameter in compiled.named_parameters():
+            if name.endswith("gate.weight"):
+                with torch.no_grad():
+                    parameter.copy_(torch.randn_like(parameter) * 10 ** (step / 5))
+        step_ids, _ = random_ids(V, 2, 16, seed=step)
+        found = compiled.train_step(step_ids, labels).expert_counts
+        assert found is not None
+        counts.add(tuple(found.tolist()))
+    assert len(counts) == 20
+    assert compiled._functions == functions
+    assert not torch._dynamo.utils.counters["stats"]
+
+
+PASSES = (Canonicalise(), CausalMask(), FuseSparseMoE(), FuseLoss(logits_limit=0))
+
+
+@pytest.mark.parametrize("count", range(len(PASSES) + 1))
+def test_losses_equal_transformers_after_every_pass(count: int) -> None:
+    reference = twins(olmoe_config())[1]
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(reference, ids, backend="eager", passes=PassPipeline(PASSES[:count]))
+    assert_parity(compiled, reference, ids, labels)
+
+
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm", "eager", "v4"])
+def test_every_form_of_experts_is_one_graph_and_fuses(form: str) -> None:
+    model = with_v4_blocks(ours(olmoe_config())) if form == "v4" else theirs(olmoe_config(), form)
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(model, ids)
+    report = next(r for r in compiled.program.history if r.name == "FuseSparseMoE")
+    assert report.matches == 2
+    assert ("a loop" in report.notes[0]) == (form == "v4")
+    assert set(compiled.full_state_dict()) == set(model.state_dict())
+    if form != "v4":
+        assert model.config._experts_implementation == form  # as it was before the capture
+    assert_parity(compiled, model, ids, labels)
+
+
+def other_models() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    mixtral = transformers.MixtralConfig(**{**sizes, "intermediate_size": 16}, num_local_experts=4)
+    qwen = transformers.Qwen3MoeConfig(**sizes, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    deepseek = transformers.DeepseekV3Config(
+        **{**sizes, "num_key_value_heads": 4, "num_hidden_layers": 3}, moe_intermediate_size=16, n_routed_experts=8,
+        num_experts_per_tok=2, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    return {
+        "Mixtral": (transformers.MixtralForCausalLM, mixtral, 2),
+        "Qwen3-MoE": (transformers.Qwen3MoeForCausalLM, qwen, 2),
+        "DeepSeek-V3": (transformers.DeepseekV3ForCausalLM, deepseek, 2),
+    }
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_other_transformers_moe_models(name: str) -> None:
+    kind, config, moe_layers = other_models()[name]
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"
+    model = kind(config).train()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("gate.weight"):
+                parameter.normal_(std=0.3)  # zero at first: all experts would tie
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(model, ids)
+    assert_parity(compiled, model, ids, labels)
+    assert next(r for r in compiled.program.history if r.name == "FuseSparseMoE").matches == moe_layers
+    if name == "DeepSeek-V3":  # its first layer is dense
+        assert "layer 1 is not the same function as layer 0" in compiled.explain()
+
+
+@pytest.mark.parametrize(
+    ("config", "implementations"),
+    [(olmoe_config(intermediate_size=16), ("eager", "grouped_mm")), (olmo_config(), ("eager",))],
+    ids=["moe", "dense"],
+)
+def test_bf16_is_as_close_to_fp32_as_transformers(config: OlmoeConfig, implementations: tuple[str, ...]) -> None:
+    """Error against the fp32 run at most 1.25 times the larger of transformers' own two (eager, grouped_mm)."""
+    model, exact = twins(config)
+    ids, labels = random_ids(V, 2, 16)
+    reference_step(exact, ids, labels)
+    errors: list[dict[str, float]] = []
+    for experts in implementations:
+        rounded = theirs(config, experts)
+        rounded.load_state_dict(model.state_dict())
+        inverse_frequencies = rounded.model.rotary_emb.inv_freq.clone()
+        rounded.to(torch.bfloat16)
+        rounded.model.rotary_emb.inv_freq = inverse_frequencies  # from_pretrained keeps it fp32
+        out = reference_step(rounded, ids, labels)
+        errors.append({n: relative_error(p.grad, exact.get_parameter(n).grad) for n, p in rounded.named_parameters()})
+        errors[-1]["loss"] = relative_error(out.loss, reference_step(exact, ids, labels).loss)
+    compiled = compile_for(model.to(torch.bfloat16), ids)
+    expected = reference_step(exact, ids, labels)
+    out = compiled(ids, labels)
+    out.loss.backward()
+    found = compiled.full_gradients()
+    for name, parameter in exact.named_parameters():
+        limit = 1.25 * max(error[name] for error in errors)
+        assert relative_error(found[name], parameter.grad) <= limit, name
+    assert relative_error(out.loss, expected.loss) <= max(1e-6, 1.25 * max(error["loss"] for error in errors))
+
+
+def test_a_shorter_batch_is_padded_and_cut() -> None:
+    """Loss, auxiliary loss and gradients are those of the short batch, although the model has no attention mask."""
+    model, reference = twins(olmoe_config())
+    ids, labels = random_ids(V, 3, 16)
+    compiled = compile_for(model, ids)
+    short_ids, short_labels = random_ids(V, 2, 5)
+    assert_parity(compiled, reference, short_ids, short_labels)
+    logits = compiled(short_ids).logits
+    assert logits.shape == (2, 5, V)
+    assert relative_error(logits, reference(input_ids=short_ids).logits) <= 1e-5
+
+
+def test_train_step_is_the_mean_over_micro_batches() -> None:
+    model, reference = twins(olmoe_config())
+    ids, labels = random_ids(V, 6, 8)
+    compiled = optimus.compile(model, sequence_length=8, micro_batch_size=2, micro_batches=3, backend="aot_eager")
+    step = compiled.train_step(ids, labels)
+    reference.zero_grad()
+    losses = []
+    for first in (0, 2, 4):
+        out = reference(input_ids=ids[first : first + 2], labels=labels[first : first + 2], output_router_logits=True)
+        (out.loss / 3).backward()
+        losses.append(out.loss.detach())
+    assert relative_error(step.loss, torch.stack(losses).mean()) <= 1e-6
+    assert worst_gradient(compiled, reference)[0] <= 1e-5
+    before = [bucket.gradients.clone() for bucket in compiled.buckets]
+    assert relative_error(compiled.eval_step(ids, labels).loss, step.loss) <= 1e-6
+    assert all(torch.equal(a, bucket.gradients) for a, bucket in zip(before, compiled.buckets, strict=True))
+
+
+def test_aux_loss_can_be_dropped() -> None:
+    model = ours(olmoe_config())
+    ids, labels = random_ids(V, 2, 8)
+    out = compile_for(model, ids, aux_loss=False)(ids, labels)
+    assert float(out.aux_loss) == 0.0
+    assert relative_error(out.loss, model(input_ids=ids, labels=labels, output_router_logits=False).loss) <= 1e-6
+
+
+def test_state_dict_round_trip_and_what_it_refuses() -> None:
+    config = olmoe_config()
+    ids, labels = random_ids(V, 2, 8)
+    first, second = ours(config, seed=1), ours(config, seed=2)
+    compiled = compile_for(first, ids, backend="eager")
+    assert all(torch.equal(value, first.state_dict()[name]) for name, value in compiled.full_state_dict().items())
+    compiled.load_state_dict(second.state_dict())
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in compiled.full_state_dict().items())
+    assert relative_error(compiled(ids, labels).ce_loss, second(input_ids=ids, labels=labels, output_router_logits=False).loss) <= 1e-6
+    short = dict(second.state_dict())
+    del short["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"lacks \['model.norm.weight'\]"):
+        compiled.load_state_dict(short)
+    with pytest.raises(ValueError, match="has unknown"):
+        compiled.load_state_dict({**second.state_dict(), "surplus": torch.zeros(1)})
+    wrong = {**second.state_dict(), "model.norm.weight": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(3,\)"):
+        compiled.load_state_dict(wrong)
+
+
+def test_a_seed_draws_the_weights_of_a_model_on_meta() -> None:
+    config = olmoe_config()
+    ids, labels = random_ids(V, 2, 8)
+    with torch.device("meta"):
+        on_meta = ours(config)
+    compiled = compile_for(on_meta, ids, backend="eager", seed=3)
+    again = compile_for(ours(config), ids, backend="eager", seed=3)
+    for name, value in compiled.full_state_dict().items():
+        assert torch.equal(value, again.full_state_dict()[name])
+    embedding = compiled.full_state_dict()["model.embed_tokens.weight"]
+    assert abs(float(embedding.std()) / config.initializer_range - 1) < 0.05
+    assert torch.equal(compiled.full_state_dict()["model.norm.weight"], torch.ones(24))
+    rounded = compile_for(ours(config).to(torch.bfloat16), ids, backend="eager", seed=3)
+    for bucket, exact in zip(rounded.buckets, compiled.buckets, strict=True):
+        drawn = rounded.fp32_weights(bucket)
+        for entry, exact_entry in zip(bucket.entries, exact.entries, strict=True):
+            assert torch.equal(entry.view(drawn), exact_entry.view(exact.weights))
+    with pytest.raises(ValueError, match="give compile a seed"):
+        compile_for(on_meta, ids)
+
+
+def test_check_accepts_the_right_program_and_refuses_a_wrong_one() -> None:
+    ids, labels = random_ids(V, 2, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        compile_for(ours(olmoe_config()).to(dtype), ids, check=True).train_step(ids, labels)
+    compiled = compile_for(ours(olmoe_config()), ids, check=True, force_uniform_routing=True)
+    with pytest.raises(optimus.CheckError, match="differs from the original module's"):
+        compiled.train_step(ids, labels)
+
+
+def test_gradients_of_bf16_weights_can_be_kept_in_fp32() -> None:
+    model = ours(olmoe_config()).to(torch.bfloat16)
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(model, ids)
+    for bucket in compiled.buckets:
+        bucket.set_gradient_dtype(torch.float32)
+    pointers = {name: p.grad.data_ptr() for name, p in compiled.named_parameters() if p.grad is not None}
+    compiled.train_step(ids, labels)
+    once = [bucket.gradients.clone() for bucket in compiled.buckets]
+    compiled.train_step(ids, labels)
+    assert all(bucket.gradients.dtype == torch.float32 for bucket in compiled.buckets)
+    assert all(torch.equal(bucket.gradients, 2 * a) for bucket, a in zip(compiled.buckets, once, strict=True))
+    assert pointers == {name: p.grad.data_ptr() for name, p in compiled.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": ("labels", "input_ids")}, "must begin with"),
+        ({"inputs": ("input_ids", "labels", "token_type_ids")}, "may also take attention_mask"),
+        ({"micro_batches": 0}, "must be at least 1"),
+    ],
+)
+def test_compile_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimus.compile(ours(olmoe_config()), sequence_length=8, **options)
+
+
+def test_calls_refuse_what_was_not_compiled() -> None:
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(ours(olmoe_config()), ids, backend="eager")
+    with pytest.raises(ValueError, match="attention_mask was not declared"):
+        compiled(ids, labels, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match=r"input_ids has shape \(2, 9\)"):
+        compiled(*random_ids(V, 2, 9))
+    with pytest.raises(ValueError, match="a step takes"):
+        compiled.train_step(*random_ids(V, 1, 8))
+    with pytest.raises(ValueError, match="labels has shape"):
+        compiled(ids, labels[:, :4])
+
+
+def test_a_lost_gradient_is_an_error() -> None:
+    """A backend that drops a parameter's gradient is found at the end of the first backward."""
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(ours(olmoe_config()), ids, backend="eager")
+    step = compiled._schedule(("loss", "ce_loss", "aux_loss", "expert_counts"))[-1]
+    step.parameters = [parameter.detach() for parameter in step.parameters]
+    with pytest.raises(RuntimeError, match="2 parameters got no gradient, lm_head.weight among them"):
+        compiled.train_step(ids, labels)
+
+
+def test_inductor_equals_transformers() -> None:
+    """Given the same choice of experts (uniform routing), Inductor's loss and gradients are eager's."""
+    model, reference = twins(olmoe_config(num_key_value_heads=2, num_hidden_layers=1))
+    for layer in reference.model.layers:
+        layer.mlp.gate.register_forward_hook(uniform_choice)
+    ids, labels = random_ids(V, 2, 13)
+    compiled = compile_for(model, ids, backend="inductor", force_uniform_routing=True, aux_loss=False)
+    out = reference(input_ids=ids, labels=labels)
+    out.loss.backward()
+    found = compiled(ids, labels)
+    found.loss.backward()
+    assert relative_error(found.loss, out.loss) <= 1e-5
+    assert worst_gradient(compiled, reference)[0] <= 1e-5
+
+
+def uniform_choice(module: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What ForceUniformRouting makes of a router: token t takes experts (t + j) mod N."""
+    logits, _, indices = out
+    tokens, top_k = indices.shape
+    chosen = (torch.arange(tokens)[:, None] + torch.arange(top_k)) % logits.shape[1]
+    return logits, torch.softmax(logits, dim=-1).gather(1, chosen), chosen
