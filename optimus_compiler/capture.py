@@ -45,29 +45,28 @@ def capture(
     wrapper = _Training(model, tuple(name for name in inputs if name != "document_ids"), aux_loss)
     example = _example_inputs(wrapper.names, micro_batch_size, sequence_length)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _as_captured(model), _fake_parameters(model, mode), _quiet():
-        try:
-            exported = torch.export.export(wrapper, tuple(example), strict=True)
-        except Exception as error:  # torch.export raises many types, all of which mean the same to the user
-            raise CaptureError(_explain(model, error)) from error
+    with _as_captured(model), _values_of_buffers(model), _fake_parameters(model, mode):
+        with _quiet():
+            try:
+                exported = torch.export.export(wrapper, tuple(example), strict=True)
+            except Exception as error:  # torch.export raises many types, all of which mean the same to the user
+                raise CaptureError(_explain(model, error)) from error
+        buffers = dict(model.named_buffers())
     _refuse_dropout(exported.graph)
 
-    signature = exported.graph_signature
-    # what the wrapper calls model.x, the model calls x
-    source = {name: target.removeprefix("model.") for name, target in
-              {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items()}  # fmt: skip
+    signature, persistent = exported.graph_signature, set(model.state_dict())
     constants = {name: exported.constants[target] for name, target in
                  signature.inputs_to_lifted_tensor_constants.items()}  # fmt: skip
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    persistent = set(model.state_dict())
-    parameters, layer_buffers = {}, {}
-    for placeholder, name in source.items():
-        tensor = state[name]
-        if name in persistent:
-            parameters[placeholder] = _spec(name, tensor)
+    parameters = {}
+    for placeholder, target in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items():
+        name = target.removeprefix("model.")  # what the wrapper calls model.x, the model calls x
+        if name not in buffers:
+            parameters[placeholder] = _spec(name, model.get_parameter(name))
+        elif name in persistent:
+            parameters[placeholder] = _spec(name, buffers[name])
         else:
-            layer_buffers[placeholder] = _materialise(model, name, tensor)
-    graph = ExportedGraph(exported.graph, parameters, {**constants, **layer_buffers}, wrapper.names, wrapper.outputs)
+            constants[placeholder] = buffers[name]
+    graph = ExportedGraph(exported.graph, parameters, constants, wrapper.names, wrapper.outputs)
     _check_everything_captured(model, graph)
     return cut(graph, micro_batch_size=micro_batch_size, sequence_length=sequence_length, aliases=_aliases(model),
                extra_inputs=tuple(name for name in inputs if name == "document_ids"))  # fmt: skip
@@ -155,7 +154,9 @@ def _as_captured(model: nn.Module) -> Iterator[None]:
         # HF's output recorder takes a lock on first use, which breaks the trace
         maybe_install_capturing_hooks(model.base_model)
         wanted = {"_attn_implementation": "sdpa", "_experts_implementation": _traceable_experts(model)}
-        for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
+        for config in {
+            id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None
+        }.values():
             for key, value in wanted.items():
                 if hasattr(config, key):
                     changed.append((config, key, getattr(config, key)))
@@ -214,21 +215,24 @@ def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def _materialise(model: nn.Module, name: str, buffer: Tensor) -> Tensor:
-    """The value of a non-persistent buffer, recomputed by its own module's rule when the model is on meta."""
-    if not buffer.is_meta:
-        return buffer
-    path, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if not hasattr(model, "_init_weights"):
-        raise CaptureError(f"buffer {name} of a model on the meta device has no value: build the model on cpu")
-    saved = dict(owner._buffers)
+@contextlib.contextmanager
+def _values_of_buffers(model: nn.Module) -> Iterator[None]:
+    """Gives buffers of a model on the meta device (rope frequencies) the values that their module's rule computes."""
+    saved = [(module, dict(module._buffers)) for module in model.modules()
+             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())]  # fmt: skip
     try:
-        owner.to_empty(device="cpu", recurse=False)
-        model._init_weights(owner)  # type: ignore[operator]
-        return getattr(owner, attribute).clone()
+        for module, _ in saved:
+            if not hasattr(model, "_init_weights"):
+                raise CaptureError(f"a buffer of {type(module).__name__} is on the meta device and has no value: build "
+                                   "the model on cpu")  # fmt: skip
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            model._init_weights(module)  # type: ignore[operator]
+        yield
     finally:
-        owner._buffers.update(saved)
+        for module, buffers in saved:
+            module._buffers.update(buffers)
 
 
 def _spec(name: str, tensor: Tensor) -> ParameterSpec:

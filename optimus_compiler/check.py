@@ -36,8 +36,10 @@ def check_against_original(compiled: "CompiledModel", model: nn.Module, inputs: 
         if low:
             allowed = max(FP32_TOLERANCE, BF16_FACTOR * _relative(own_loss if name == "loss" else own[name], wanted))
         if not error <= allowed:
-            raise CheckError(f"{name} differs from the original module's by {error:.1e} (relative), allowed {allowed:.1e}: "
-                             "a pass or the backend changed the computation")  # fmt: skip
+            raise CheckError(
+                f"{name} differs from the original module's by {error:.1e} (relative), allowed {allowed:.1e}: "
+                "a pass or the backend changed the computation"
+            )
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:
@@ -53,7 +55,11 @@ def _compiled_gradients(compiled: "CompiledModel", inputs: dict[str, Tensor]) ->
 
 
 def _original_gradients(
-    compiled: "CompiledModel", model: nn.Module, weights: dict[str, Tensor], inputs: dict[str, Tensor], dtype: torch.dtype | None
+    compiled: "CompiledModel",
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the module itself with the compiled weights, in their dtype or in another."""
     names = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -35,7 +35,7 @@ def compile(
     model's own. passes: the pipeline, default_passes by default. check: on the first batch, compares loss and all
     gradients with the original module, which is kept for that, and refuses a mismatch.
 
-    Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory for weights is taken.
+    Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory is taken.
     """
     mesh = mesh or Mesh()
     if mesh.size > 1:
@@ -45,8 +45,12 @@ def compile(
                          f"micro_batches={micro_batches} must be at least 1")  # fmt: skip
     if check and ("document_ids" in inputs or any(parameter.is_meta for parameter in model.parameters())):
         raise ValueError("check=True runs the original module: it needs weights, and inputs without document_ids")
-    program = capture(model, sequence_length=sequence_length, micro_batch_size=micro_batch_size, inputs=inputs, aux_loss=aux_loss)
+    program = capture(
+        model, sequence_length=sequence_length, micro_batch_size=micro_batch_size, inputs=inputs, aux_loss=aux_loss
+    )
     program.mesh = mesh
     pipeline = passes or default_passes(mesh, PassOptions(force_uniform_routing=force_uniform_routing))
     pipeline.run(program)
-    return CompiledModel(model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check)
+    return CompiledModel(
+        model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check
+    )

@@ -1,6 +1,6 @@
 """CompiledModel: runs a program's segments in order; parameters are views of flat buckets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -43,7 +43,7 @@ class _Step:
     """One segment and its compiled function."""
 
     segment: Segment
-    parameters: list[Tensor]
+    parameters: Sequence[Tensor]
     marks: tuple[bool, ...]
     function: Function
     last_read: tuple[str, ...] = ()  # values that nothing after this segment needs
@@ -126,7 +126,9 @@ class CompiledModel(nn.Module):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Copies of all gradients of trainable parameters, under the names and in the shapes of the model."""
-        gradients = {name: p.grad.detach().clone() for name, p in self._parameters_by_name.items() if p.grad is not None}
+        gradients = {
+            name: p.grad.detach().clone() for name, p in self._parameters_by_name.items() if p.grad is not None
+        }
         return self.in_model_names(gradients)
 
     def in_model_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,10 +141,12 @@ class CompiledModel(nn.Module):
                 found[alias] = found[name]
         return {name: found[name] for name in self._model_state_names if name in found}
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]
-        """Loads full weights named and shaped as the model's; ValueError names what is missing, unknown or misshapen."""
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+        """Loads full weights named and shaped as the model's; ValueError names what does not fit."""
         if not strict or assign:
-            raise ValueError("load_state_dict copies a complete state dict: strict=False and assign=True are not offered")
+            raise ValueError(
+                "load_state_dict copies a complete state dict: strict=False and assign=True are not offered"
+            )
         needed = {name for spec in self.program.parameters.values() for name in spec.source.names}
         missing, unknown = needed - set(state_dict), set(state_dict) - set(self._model_state_names)
         if missing or unknown:
@@ -170,8 +174,8 @@ class CompiledModel(nn.Module):
         Without labels it returns logits only. An input that compile was not told of is an error, never a recapture.
         """
         given = {"attention_mask": attention_mask, "document_ids": document_ids, "position_ids": position_ids}
-        inputs = {"input_ids": input_ids, "labels": labels, **given}
-        inputs = {name: value for name, value in inputs.items() if value is not None}
+        everything = {"input_ids": input_ids, "labels": labels, **given}
+        inputs = {name: value for name, value in everything.items() if value is not None}
         batch, length = input_ids.shape
         values = self.pad(inputs)
         if labels is None:
@@ -190,6 +194,7 @@ class CompiledModel(nn.Module):
 
         Gradients of the mean loss are added to what the buckets hold; nothing is read back to the host.
         """
+
         def backward(out: dict[str, Tensor]) -> None:
             (out["loss"] / self.micro_batches).backward()
 
@@ -204,8 +209,10 @@ class CompiledModel(nn.Module):
         rows = self.micro_batches * self.program.micro_batch_size
         for name, value in inputs.items():
             if tuple(value.shape) != (rows, self.program.sequence_length):
-                raise ValueError(f"{name} has shape {tuple(value.shape)}; a step takes {(rows, self.program.sequence_length)}: "
-                                 f"{self.micro_batches} micro-batches of {self.program.micro_batch_size} sequences")  # fmt: skip
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}; a step takes {(rows, self.program.sequence_length)}: "
+                    f"{self.micro_batches} micro-batches of {self.program.micro_batch_size} sequences"
+                )
         totals: dict[str, Tensor] = {}
         for index in range(self.micro_batches):
             first = index * self.program.micro_batch_size
@@ -227,7 +234,10 @@ class CompiledModel(nn.Module):
         values = {**self._constants, **inputs}
         for step in self._schedule(wanted):
             arguments = [*step.parameters, *(values[name] for name in step.segment.inputs)]
-            if not step.checked:
+            if not torch.is_grad_enabled():
+                # AOTAutograd's functions switch gradients on: what needs none must look so
+                arguments = [argument.detach() for argument in arguments]
+            elif not step.checked:
                 _check_marks(step, arguments)
             values.update(zip(step.segment.outputs, step.function(*arguments), strict=True))
             for name in step.last_read:
@@ -254,12 +264,11 @@ class CompiledModel(nn.Module):
         return self._schedules[wanted]
 
     def pad(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Right-pads to the compiled shape; padding is ignored by the losses and, being causal, by everything before it."""
+        """Right-pads to the compiled shape: the losses ignore padding, and causal attention ends before it."""
         batch, length = inputs["input_ids"].shape
         full = (self.program.micro_batch_size, self.program.sequence_length)
         if batch > full[0] or length > full[1]:
-            raise ValueError(f"input_ids has shape {(batch, length)}, the program was compiled for {full}: cut it, or compile "
-                             "for more")  # fmt: skip
+            raise ValueError(f"input_ids has shape {(batch, length)}, compiled was {full}: cut it, or compile for more")
         declared = [name for name in self.program.inputs if name not in ("valid", "labels")]
         for name, value in inputs.items():
             if name not in (*declared, "labels"):
@@ -293,11 +302,13 @@ class CompiledModel(nn.Module):
             for hook in hooks:
                 hook.remove()
             if waiting:
-                raise RuntimeError(f"{len(waiting)} parameters got no gradient, {sorted(waiting)[0]} among them: the compiled "
-                                   f"program lost them (backend {self.backend})")  # fmt: skip
+                raise RuntimeError(
+                    f"{len(waiting)} parameters got no gradient, {min(waiting)} among them: the backend {self.backend} "
+                    "or a pass lost them"
+                )
 
         def begin(gradient: Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
 
         loss.register_hook(begin)
 
@@ -320,7 +331,7 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
-    """A copy of a segment that computes only some of its outputs, and the gradient marks of the placeholders it keeps."""
+    """A copy of a segment that computes only some of its outputs, with the gradient marks that remain."""
     names = (*segment.parameters, *segment.inputs)
     values = {f.name: getattr(segment, f.name) for f in fields(segment)}
     copy = Segment(**{**values, "graph": copy_graph(segment.graph)})
@@ -343,5 +354,7 @@ def _check_marks(step: _Step, arguments: list[Tensor]) -> None:
     names = (*step.segment.parameters, *step.segment.inputs)
     for name, mark, argument in zip(names, step.marks, arguments, strict=True):
         if argument.requires_grad and not mark:
-            raise RuntimeError(f"{name} needs a gradient, and the {step.segment.kind} was compiled without one: this is a bug")
+            raise RuntimeError(
+                f"{name} needs a gradient, and the {step.segment.kind} was compiled without one: this is a bug"
+            )
     step.checked = True

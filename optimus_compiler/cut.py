@@ -53,6 +53,8 @@ def cut(
     outputs = {role: names[node] for role, node in results.items() if node is not None}
     kept = {node for node in results.values() if node is not None}
     segments = [_extract(exported, number, segment_of, names, kept) for number in sorted(set(segment_of.values()))]
+    mode = detect_fake_mode([node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)])
+    assert mode is not None, "an exported graph has fake values"
     program = Program(
         segments=segments,
         parameters={spec.name: spec for spec in exported.parameters.values()},
@@ -62,7 +64,7 @@ def cut(
         aliases=aliases,
         micro_batch_size=micro_batch_size,
         sequence_length=sequence_length,
-        fake_mode=detect_fake_mode([node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]),
+        fake_mode=mode,
     )
     program.prune()
     program.deduplicate()
@@ -74,7 +76,9 @@ def _name_values(exported: ExportedGraph) -> dict[fx.Node, str]:
     given = iter(exported.inputs)
     names = {}
     for node in exported.graph.nodes:
-        is_input = node.op == "placeholder" and node.name not in exported.parameters and node.name not in exported.constants
+        is_input = (
+            node.op == "placeholder" and node.name not in exported.parameters and node.name not in exported.constants
+        )
         names[node] = next(given) if is_input else node.name
     return names
 
@@ -96,7 +100,8 @@ def assign(exported: ExportedGraph) -> dict[fx.Node, int]:
       and so does whatever reads a value of the head.
     - An operation of the model itself that depends on one layer belongs to it; one that depends on several belongs to
       the last of them if it adds to an accumulator (the two router statistics), else to the head.
-    - Before any layer: what depends on no input and no parameter is const, the rest embed, unless only the head reads it.
+    - Before any layer: what depends on no input and no parameter is const, the rest embed; what only the head reads
+      is the head's.
     """
     names = _name_values(exported)
     reach: dict[fx.Node, _Reach] = {}
@@ -113,8 +118,8 @@ def assign(exported: ExportedGraph) -> dict[fx.Node, int]:
         layer, path = _layer(node), _path(node)
         beside = bool(path) and not container.startswith(path)
         reads_head = any(segment.get(i) == HEAD for i in node.all_input_nodes)
-        accumulates = node.target is aten.add.Tensor and not reads_head and not beside and any(
-            i in accumulators or (isinstance(i, fx.Node) and i.target is aten.zeros.default) for i in node.args)  # fmt: skip
+        from_zero = any(i in accumulators or i.target is aten.zeros.default for i in node.all_input_nodes)
+        accumulates = from_zero and node.target is aten.add.Tensor and not reads_head and not beside
         if layer is not None:
             reach[node].layers = {layer}
             segment[node] = layer
@@ -184,7 +189,9 @@ def _extract(
     read = list(dict.fromkeys(source for node in body for source in node.all_input_nodes if source not in own))
     parameters = [node for node in read if node.name in exported.parameters]
     inputs = [node for node in read if node.name not in exported.parameters]
-    returned = [node for node in body if node in kept or any(segment_of.get(user, number) != number for user in node.users)]
+    returned = [
+        node for node in body if node in kept or any(segment_of.get(user, number) != number for user in node.users)
+    ]
 
     graph, copy = fx.Graph(), {}
     for index, node in enumerate(parameters + inputs):

@@ -7,7 +7,7 @@ from optimus_compiler.program import Program, Segment
 
 
 def explain(program: Program, pipeline: PassPipeline, graphs: bool = False) -> str:
-    """The pipeline, what each pass matched and changed, and the distinct segments; with `graphs`, their readable code."""
+    """The pipeline, what each pass matched and changed, the distinct segments; with `graphs`, their readable code."""
     lines = [f"mesh      {program.mesh}", f"pipeline  {pipeline}", ""]
     lines += _table(
         ["pass", "matches", "added", "removed", "nodes before", "nodes after", "seconds", "notes"],
@@ -39,12 +39,27 @@ def _row(program: Program, group: list[Segment]) -> list[object]:
     specs = [program.parameters[name] for name in segment.parameters]
     elements = sum(math.prod(spec.local_shape(program.mesh)) for spec in specs)
     nodes = sum(node.op == "call_function" for node in segment.graph.graph.nodes)
-    return [segment.kind, len(group), segment.key, nodes, len(specs), f"{elements:,}", len(segment.inputs), len(segment.outputs)]
+    return [
+        segment.kind,
+        len(group),
+        segment.key,
+        nodes,
+        len(specs),
+        f"{elements:,}",
+        len(segment.inputs),
+        len(segment.outputs),
+    ]
 
 
 def _table(header: list[str], rows: list[list[object]]) -> list[str]:
     """Left-aligned text, right-aligned numbers, two spaces between columns."""
     cells = [header, *[[str(value) for value in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    numeric = [bool(rows) and all(str(row[i]).replace(",", "").replace(".", "").isdigit() for row in rows) for i in range(len(header))]
-    return ["  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)).rstrip() for row in cells]
+    numeric = [
+        bool(rows) and all(str(row[i]).replace(",", "").replace(".", "").isdigit() for row in rows)
+        for i in range(len(header))
+    ]
+    return [
+        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)).rstrip()
+        for row in cells
+    ]

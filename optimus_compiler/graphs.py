@@ -1,6 +1,5 @@
 """Facts about FX graphs that hold writes: what shares storage, what is dead."""
 
-import torch
 from torch import fx
 
 
@@ -9,14 +8,19 @@ def writes_in_place(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.arguments:
         return False
-    alias: torch._C._AliasInfo | None = schema.arguments[0].alias_info
-    return alias is not None and alias.is_write
+    alias = schema.arguments[0].alias_info
+    return alias is not None and bool(alias.is_write)
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether an operation returns a view of an argument, or the argument itself."""
     schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
+    return (
+        node.op == "call_function"
+        and schema is not None
+        and bool(schema.returns)
+        and schema.returns[0].alias_info is not None
+    )
 
 
 def storage_root(node: fx.Node) -> fx.Node:

@@ -1,7 +1,7 @@
 """lower: one segment's graph -> a differentiable function, straight through AOTAutograd and Inductor.
 
-Not through torch.compile: no guards, no recompiles, cheaper calls, gradients of another dtype than the weights. The private
-interfaces of torch are all in this file; tests/test_lower.py pins how they behave.
+Not through torch.compile: no guards, no recompiles, cheaper calls, gradients of another dtype than the weights. The
+private interfaces of torch are all in this file; tests/test_lower.py pins how they behave.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> 
     # a ShapeEnv is what lets Inductor's on-disk caches be used on this path
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        examples = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device, requires_grad=mark)
-                    for value, mark in zip(map(_value, segment.placeholders()), requires_grad, strict=True)]  # fmt: skip
+        marked = zip(segment.placeholders(), requires_grad, strict=True)
+        examples = [_empty(node.meta["val"], mark) for node, mark in marked]
     with tracing(TracingContext(mode)):
         return _inductor(graph, examples) if backend == "inductor" else _aot_eager(graph, examples)
 
@@ -44,7 +44,7 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> 
 def _inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, examples)
+    return compile_fx(graph, examples)  # type: ignore[return-value]
 
 
 def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
@@ -76,20 +76,24 @@ def gradient_marks(program: Program) -> dict[int, tuple[bool, ...]]:
             marks[graph] = tuple(a or b for a, b in zip(marks[graph], wanted, strict=True))
             if (graph, marks[graph]) not in known:
                 known[graph, marks[graph]] = _which_outputs_carry(program, segment, marks[graph])
-            carrying |= {name for name, carries in zip(segment.outputs, known[graph, marks[graph]], strict=True) if carries}
+            carrying |= {
+                name for name, carries in zip(segment.outputs, known[graph, marks[graph]], strict=True) if carries
+            }
         if before == (marks, carrying):
             return marks
 
 
 def _which_outputs_carry(program: Program, segment: Segment, marks: tuple[bool, ...]) -> tuple[bool, ...]:
     with program.fake_mode, torch.enable_grad():
-        inputs = [torch.empty_like(value).requires_grad_(mark)
-                  for value, mark in zip(map(_value, segment.placeholders()), marks, strict=True)]  # fmt: skip
+        marked = zip(segment.placeholders(), marks, strict=True)
+        inputs = [_empty(node.meta["val"], mark) for node, mark in marked]
         return tuple(result.requires_grad for result in segment.graph(*inputs))
 
 
-def _value(node: fx.Node) -> Tensor:
-    return node.meta["val"]
+def _empty(like: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor of the same shape, strides, dtype and device, in the fake mode that is on."""
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return empty.requires_grad_(requires_grad)
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:

@@ -207,7 +207,9 @@ class Program:
             self._forward_passed_values()
             used = set(self.outputs.values()).union(*(segment.inputs for segment in self.segments))
             for group in self.groups():
-                keep_outputs(group, [i for i in range(len(group[0].outputs)) if any(s.outputs[i] in used for s in group)])
+                keep_outputs(
+                    group, [i for i in range(len(group[0].outputs)) if any(s.outputs[i] in used for s in group)]
+                )
             self.segments = [segment for segment in self.segments if segment.outputs]
             if size == sum(len(s.graph.graph.nodes) + len(s.outputs) for s in self.segments):
                 break

@@ -1,5 +1,6 @@
 """The rules of a program, checked after every pass (Program.verify)."""
 
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
@@ -117,7 +118,9 @@ def _check_parameters(program: Program) -> None:
     reaching = {program.outputs["loss"]} if "loss" in program.outputs else set(program.outputs.values())
     reached: set[str] = set()
     for segment in reversed(program.segments):
-        live: set[fx.Node] = {node for name, node in zip(segment.outputs, segment.results(), strict=True) if name in reaching}
+        live: set[fx.Node] = {
+            node for name, node in zip(segment.outputs, segment.results(), strict=True) if name in reaching
+        }
         for node in reversed(segment.graph.graph.nodes):
             if node in live and node.op == "call_function":
                 live.update(node.all_input_nodes)
@@ -135,10 +138,12 @@ def _why_layers_differ(program: Program) -> list[str]:
     """One remark for each layer that is not the same function as the layer before it."""
     remarks = []
     layers = [segment for segment in program.segments if segment.kind == "layer"]
-    for index, (before, after) in enumerate(zip(layers, layers[1:], strict=False), 1):
+    for index, (before, after) in enumerate(pairwise(layers), 1):
         if before.graph is not after.graph:
             pairs = zip(before.lines(), after.lines(), strict=False)
             number = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before.lines()), len(after.lines())))
             a, b = ([*segment.lines(), "(end)"][number].strip() for segment in (before, after))
-            remarks.append(f"layer {index} is not the same function as layer {index - 1}: node {number} is {b!r}, not {a!r}")
+            remarks.append(
+                f"layer {index} is not the same function as layer {index - 1}: node {number} is {b!r}, not {a!r}"
+            )
     return remarks

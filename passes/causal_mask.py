@@ -1,12 +1,13 @@
 """CausalMask: attention masks that are only causal become a flag; masks that depend on an input stay, or are built."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from optimus_compiler.passes.base import Pass, PassError, PassReport
-from optimus_compiler.passes.rewrite import insert, module_paths
+from optimus_compiler.passes.rewrite import insert, where
 from optimus_compiler.program import Program, Segment
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ class CausalMask(Pass):
                         continue
                     if not all(_is_causal(value) for value in values if value is not None):
                         raise PassError(
-                            f"{module_paths(node)[-1]}: the attention mask is a constant that is not causal; "
+                            f"{where(node)}: the attention mask is a constant that is not causal; "
                             "looked for a lower-triangular mask or one made from a declared input"
                         )
                     _set_arguments(node, None, True)
@@ -54,11 +55,9 @@ class CausalMask(Pass):
         return self.report(flagged, f"{flagged} masks became is_causal, {kept} come from a declared input")
 
 
-def _argument(node: fx.Node, position: int, default: object) -> fx.Node | None:
+def _argument(node: fx.Node, position: int, default: bool | None) -> Any:
     names = {MASK: "attn_mask", CAUSAL: "is_causal"}
-    if len(node.args) > position:
-        return node.args[position]  # type: ignore[return-value]
-    return node.kwargs.get(names[position], default)  # type: ignore[return-value]
+    return node.args[position] if len(node.args) > position else node.kwargs.get(names[position], default)
 
 
 def _set_arguments(node: fx.Node, mask: fx.Node | None, is_causal: bool) -> None:
@@ -79,10 +78,13 @@ def _evaluate(segment: Segment, mask: fx.Node, constants: dict[str, Tensor]) -> 
     sources = [node for node in needed if node.op == "placeholder"]
     if any(names[node] not in constants for node in sources):
         return None
-    graph, copy = fx.Graph(), {}
+    graph = fx.Graph()
+    copy: dict[fx.Node, fx.Node] = {}
     for node in segment.graph.graph.nodes:
         if node in needed:
-            copy[node] = graph.placeholder(node.name) if node.op == "placeholder" else graph.node_copy(node, copy.__getitem__)
+            copy[node] = (
+                graph.placeholder(node.name) if node.op == "placeholder" else graph.node_copy(node, copy.__getitem__)
+            )
     graph.output(copy[mask])
     ordered = [node for node in segment.placeholders() if node in needed]
     return fx.GraphModule(torch.nn.Module(), graph)(*(constants[names[node]] for node in ordered))

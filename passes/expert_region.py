@@ -124,7 +124,7 @@ class _Shrunk(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return map_aggregate(args, self._small), map_aggregate(kwargs, self._small)  # type: ignore[return-value,arg-type]
+        return map_aggregate(args, self._small), map_aggregate(kwargs, self._small)
 
     def _small(self, value: Any) -> Any:
         if type(value) is int:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from optimus_compiler.passes.base import Pass, PassError, PassReport
-from optimus_compiler.passes.rewrite import insert, tensor_of
+from optimus_compiler.passes.rewrite import insert, tensor_of, where
 from optimus_compiler.program import Program
 
 aten = torch.ops.aten
@@ -25,16 +25,18 @@ class ForceUniformRouting(Pass):
             graph = group[0].graph.graph
             for node in [n for n in graph.nodes if n.target is aten.topk.default]:
                 probabilities, top_k = node.args[:2]
-                tokens, experts = tensor_of(probabilities).shape  # type: ignore[arg-type]
+                if tensor_of(probabilities).dim() != 2 or (len(node.args) > 2 and node.args[2] not in (-1, 1)):
+                    raise PassError(f"{where(node)}: a topk over something else than expert probabilities [T, N]")
+                tokens, experts = tensor_of(probabilities).shape
                 with graph.inserting_before(node):
                     token = _arange(program, graph, tokens, node)
                     column = insert(program, graph, aten.unsqueeze.default, token, 1, like=node)
-                    choice = _arange(program, graph, top_k, node)  # type: ignore[arg-type]
+                    choice = _arange(program, graph, top_k, node)
                     total = insert(program, graph, aten.add.Tensor, column, choice, like=node)
                     indices = insert(program, graph, aten.remainder.Scalar, total, experts, like=node)
                     values = insert(program, graph, aten.gather.default, probabilities, 1, indices, like=node)
                 for user in list(node.users):
-                    user.replace_all_uses_with((values, indices)[user.args[1]])  # type: ignore[index]
+                    user.replace_all_uses_with((values, indices)[user.args[1]])
                     graph.erase_node(user)
                 graph.erase_node(node)
                 matches += len(group)
@@ -44,8 +46,9 @@ class ForceUniformRouting(Pass):
 
 
 def _arange(program: Program, graph: fx.Graph, count: int, topk: fx.Node) -> fx.Node:
-    node = graph.call_function(aten.arange.default, (count,), {"device": tensor_of(topk.args[0]).device})  # type: ignore[arg-type]
+    device = tensor_of(topk.all_input_nodes[0]).device
+    node = graph.call_function(aten.arange.default, (count,), {"device": device})
     node.meta["nn_module_stack"] = dict(topk.meta.get("nn_module_stack") or {})
     with program.fake_mode:
-        node.meta["val"] = torch.arange(count, device=tensor_of(topk.args[0]).device)  # type: ignore[arg-type]
+        node.meta["val"] = torch.arange(count, device=device)
     return node

@@ -42,10 +42,12 @@ class FuseLoss(Pass):
             graph = group[0].graph.graph
             for loss in [node for node in graph.nodes if node.target is aten.cross_entropy_loss.default]:
                 linear = _linear_of(loss)
-                size = 4 * tensor_of(loss.args[0]).numel()  # type: ignore[arg-type]
-                if linear is None or size <= self.logits_limit:
-                    kept.append(f"{size / 2**20:.0f} MiB of logits are within the limit of {self.logits_limit / 2**20:.0f} MiB"
-                                if linear is not None else "the loss is not a plain mean over linear logits")  # fmt: skip
+                size, limit = 4 * tensor_of(loss.args[0]).numel(), self.logits_limit
+                if linear is None:
+                    kept.append("the loss is not a plain mean over linear logits")
+                elif size <= limit:
+                    kept.append(f"{size / 2**20:.0f} MiB of logits are within the limit of {limit / 2**20:.0f} MiB")
+                if linear is None or size <= limit:
                     continue
                 with graph.inserting_before(loss):
                     loss.replace_all_uses_with(self._chunked(program, graph, loss, linear))

@@ -1,4 +1,4 @@
-"""FuseSparseMoE: finds expert blocks, however they were written, and emits index_tokens, grouped_mlp, reduce_outputs."""
+"""FuseSparseMoE: expert blocks, however they were written, become index_tokens, grouped_mlp, reduce_outputs."""
 
 import itertools
 import operator
@@ -38,11 +38,13 @@ class FuseSparseMoE(Pass):
         matches, notes = 0, []
         for group in program.groups():
             for region in _find_regions(program, group[0]):
-                roles = next((r for r in _possible_roles(program, group[0], region) if computes_gated_mlp(region, r)), None)
+                roles = next(
+                    (r for r in _possible_roles(program, group[0], region) if computes_gated_mlp(region, r)), None
+                )
                 if roles is None:
                     raise PassError(
-                        f"{region.path}.experts does not compute down(silu(gate(x)) * up(x)) weighted by the router and "
-                        f"summed over {region.indices.meta['val'].shape[-1]} experts: looked for that"
+                        f"{region.path}.experts does not compute down(silu(gate(x)) * up(x)) weighted by the router "
+                        f"and summed over {region.indices.meta['val'].shape[-1]} experts: looked for that"
                     )
                 experts, width, hidden = roles.sizes()
                 graph = group[0].graph.graph
@@ -104,7 +106,7 @@ def _after_choice(segment: Segment, path: str) -> set[fx.Node]:
 
 
 def _absorb_feeders(segment: Segment, path: str, nodes: set[fx.Node]) -> None:
-    """Adds what feeds only the region: values made from nothing (zeros, arange, zeros_like) and views within the block."""
+    """Adds what feeds only the region: blanks (zeros, arange, zeros_like) and views within the block."""
     for node in reversed(segment.graph.graph.nodes):
         if node.op != "call_function" or node in nodes or not node.users or not all(u in nodes for u in node.users):
             continue
@@ -121,8 +123,8 @@ def _interface(program: Program, segment: Segment, path: str, nodes: set[fx.Node
     indices = [node for node in values if not tensor_of(node).dtype.is_floating_point]
     if len(outputs) != 1 or len(indices) != 1 or len(values) != 3:
         raise PassError(
-            f"{path}.experts reads {[n.name for n in values]} and returns {[n.name for n in outputs]}: looked for hidden "
-            "states, routing weights and expert indices in, one tensor out"
+            f"{path}.experts reads {[n.name for n in values]} and returns {[n.name for n in outputs]}: looked for "
+            "hidden states, routing weights and expert indices in, one tensor out"
         )
     floating = tuple(node for node in values if node not in indices)
     return ExpertRegion(path, ordered, parameters, indices[0], floating, outputs[0], is_loop,
@@ -152,12 +154,12 @@ def _possible_roles(program: Program, segment: Segment, region: ExpertRegion) ->
                 if _fits(gate, down, hidden) and _fits(up, down, hidden):
                     yield Roles(x, weights, [n for pair in zip(gate, up, strict=True) for n in pair], down)
         else:
-            for gate_up, down in itertools.permutations(region.parameters, 2):
-                stacked, narrow = tensor_of(gate_up).shape, tensor_of(down).shape
+            for both, last in itertools.permutations(region.parameters, 2):
+                stacked, narrow = tensor_of(both).shape, tensor_of(last).shape
                 if len(region.parameters) == 2 and len(stacked) == len(narrow) == 3 and (
                     stacked[1] == 2 * narrow[2] and stacked[2] == narrow[1] == hidden
                 ):  # fmt: skip
-                    yield Roles(x, weights, [gate_up], [down])
+                    yield Roles(x, weights, [both], [last])
 
 
 def _fits(projection: list[fx.Node], down: list[fx.Node], hidden: int) -> bool:
@@ -170,7 +172,12 @@ def _fits(projection: list[fx.Node], down: list[fx.Node], hidden: int) -> bool:
 
 
 def _merge(
-    program: Program, graph: fx.Graph, names: list[dict[fx.Node, str]], old: list[fx.Node], shape: tuple[int, ...], name: str
+    program: Program,
+    graph: fx.Graph,
+    names: list[dict[fx.Node, str]],
+    old: list[fx.Node],
+    shape: tuple[int, ...],
+    name: str,
 ) -> fx.Node:
     """One placeholder for parameters that become one; its entry in the table is built from the same tensors.
 
@@ -210,7 +217,9 @@ def _replace(
             x_TH = insert(program, graph, aten.reshape.default, x_TH, [-1, hidden], like=old)
         if tensor_of(x_TH).dtype != tensor_of(gate_up).dtype:
             x_TH = insert(program, graph, aten.to.dtype, x_TH, tensor_of(gate_up).dtype, like=old)
-        tables = insert(program, graph, ops.index_tokens.default, region.indices, None, tensor_of(gate_up).shape[0], like=old)
+        tables = insert(
+            program, graph, ops.index_tokens.default, region.indices, None, tensor_of(gate_up).shape[0], like=old
+        )
         token_R, row_TK, offsets_E = unpack(program, graph, tables, 3)
         mlp = insert(program, graph, ops.grouped_mlp.default, x_TH, roles.weights, gate_up, down, token_R, row_TK,
                      offsets_E, like=old)  # fmt: skip

@@ -31,6 +31,11 @@ def module_paths(node: fx.Node) -> list[str]:
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
+def where(node: fx.Node) -> str:
+    """The module a node was traced in, for messages; its own name where none is recorded."""
+    return (module_paths(node) or [node.name])[-1]
+
+
 def tensor_of(node: fx.Node) -> Tensor:
     """The fake tensor of a node."""
     return node.meta["val"]

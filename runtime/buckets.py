@@ -53,7 +53,7 @@ class Bucket:
 
 
 def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
-    """One bucket of zeros for each (segment, role, dtype), in program order; a tied weight lies in its first segment's."""
+    """A bucket of zeros for each (segment, role, dtype), in program order; a tied weight is in its first segment's."""
     members: dict[str, list[ParameterSpec]] = {}
     placed: set[str] = set()
     layers = 0

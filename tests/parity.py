@@ -11,7 +11,9 @@ from tests.models.twins import gradients, relative_error
 TOLERANCE = 1e-5  # fp32, relative, per tensor
 
 
-def compile_for(model: nn.Module, ids: Tensor, inputs: dict[str, Tensor] | None = None, **options: Any) -> optimus.CompiledModel:
+def compile_for(
+    model: nn.Module, ids: Tensor, inputs: dict[str, Tensor] | None = None, **options: Any
+) -> optimus.CompiledModel:
     """Compiles for the shape of a batch, with aot_eager unless another backend is asked for."""
     options.setdefault("backend", "aot_eager")
     names = ("input_ids", "labels", *(inputs or {}))
@@ -38,7 +40,12 @@ def worst_gradient(compiled: optimus.CompiledModel, model: nn.Module, times: flo
 
 
 def assert_parity(
-    compiled: optimus.CompiledModel, reference: nn.Module, ids: Tensor, labels: Tensor, tolerance: float = TOLERANCE, **inputs: Tensor
+    compiled: optimus.CompiledModel,
+    reference: nn.Module,
+    ids: Tensor,
+    labels: Tensor,
+    tolerance: float = TOLERANCE,
+    **inputs: Tensor,
 ) -> None:
     """One training step of both, twice: the second finds what stale memory or accumulated state would spoil."""
     expected = reference_step(reference, ids, labels, **inputs)

@@ -35,9 +35,8 @@ def test_moe_gradients_equal_transformers(form: str, case: str) -> None:
     ids, labels = random_ids(V, 2, 13)  # 26 tokens: not divisible by 8
     compiled = compile_for(model if form == "ours" else reference, ids)
     assert_parity(compiled, reference, ids, labels)
-    error, name = worst_gradient(compiled, reference, 2)
     gate = compiled.full_gradients()["model.layers.0.mlp.gate.weight"]
-    assert gate.abs().sum() > 0 or MOE_CASES[case].get("num_experts") == 1, name
+    assert gate.abs().sum() > 0 or MOE_CASES[case].get("num_experts") == 1
 
 
 @pytest.mark.parametrize("form", ["ours", "transformers"])
@@ -77,7 +76,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 def test_one_token() -> None:
-    """A single token has no next token: no cross entropy, but logits and a router that learns from the auxiliary loss."""
+    """A single token has no next token: no cross entropy, but logits, and a router with an auxiliary loss."""
     model, reference = twins(olmoe_config())
     ids, labels = random_ids(V, 1, 1)
     compiled = compile_for(model, ids)
@@ -110,7 +109,7 @@ def test_near_ties_choose_as_the_original_does(backend: str) -> None:
 
     One layer: after it, another order of the experts' sums is another input of the next router.
     """
-    model = ours(olmoe_config(num_hidden_layers=1))
+    model: Any = ours(olmoe_config(num_hidden_layers=1))
     with torch.no_grad():
         for layer in model.model.layers:
             weight = layer.mlp.gate.weight
@@ -201,7 +200,8 @@ def test_losses_equal_transformers_after_every_pass(count: int) -> None:
 
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm", "eager", "v4"])
 def test_every_form_of_experts_is_one_graph_and_fuses(form: str) -> None:
-    model = with_v4_blocks(ours(olmoe_config())) if form == "v4" else theirs(olmoe_config(), form)
+    sparse: Any = ours(olmoe_config())
+    model: Any = with_v4_blocks(sparse) if form == "v4" else theirs(olmoe_config(), form)
     ids, labels = random_ids(V, 2, 8)
     compiled = compile_for(model, ids)
     report = next(r for r in compiled.program.history if r.name == "FuseSparseMoE")
@@ -217,7 +217,9 @@ def other_models() -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     sizes = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     mixtral = transformers.MixtralConfig(**{**sizes, "intermediate_size": 16}, num_local_experts=4)
-    qwen = transformers.Qwen3MoeConfig(**sizes, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    qwen = transformers.Qwen3MoeConfig(
+        **sizes, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    )
     deepseek = transformers.DeepseekV3Config(
         **{**sizes, "num_key_value_heads": 4, "num_hidden_layers": 3}, moe_intermediate_size=16, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16,
@@ -282,8 +284,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers(config: OlmoeConfig, implement
 def test_a_shorter_batch_is_padded_and_cut() -> None:
     """Loss, auxiliary loss and gradients are those of the short batch, although the model has no attention mask."""
     model, reference = twins(olmoe_config())
-    ids, labels = random_ids(V, 3, 16)
-    compiled = compile_for(model, ids)
+    compiled = compile_for(model, random_ids(V, 3, 16)[0])
     short_ids, short_labels = random_ids(V, 2, 5)
     assert_parity(compiled, reference, short_ids, short_labels)
     logits = compiled(short_ids).logits
@@ -325,7 +326,8 @@ def test_state_dict_round_trip_and_what_it_refuses() -> None:
     assert all(torch.equal(value, first.state_dict()[name]) for name, value in compiled.full_state_dict().items())
     compiled.load_state_dict(second.state_dict())
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in compiled.full_state_dict().items())
-    assert relative_error(compiled(ids, labels).ce_loss, second(input_ids=ids, labels=labels, output_router_logits=False).loss) <= 1e-6
+    expected = second(input_ids=ids, labels=labels, output_router_logits=False).loss
+    assert relative_error(compiled(ids, labels).ce_loss, expected) <= 1e-6
     short = dict(second.state_dict())
     del short["model.norm.weight"]
     with pytest.raises(ValueError, match=r"lacks \['model.norm.weight'\]"):
@@ -339,7 +341,7 @@ def test_state_dict_round_trip_and_what_it_refuses() -> None:
 
 def test_a_seed_draws_the_weights_of_a_model_on_meta() -> None:
     config = olmoe_config()
-    ids, labels = random_ids(V, 2, 8)
+    ids = random_ids(V, 2, 8)[0]
     with torch.device("meta"):
         on_meta = ours(config)
     compiled = compile_for(on_meta, ids, backend="eager", seed=3)
@@ -414,7 +416,7 @@ def test_a_lost_gradient_is_an_error() -> None:
     compiled = compile_for(ours(olmoe_config()), ids, backend="eager")
     step = compiled._schedule(("loss", "ce_loss", "aux_loss", "expert_counts"))[-1]
     step.parameters = [parameter.detach() for parameter in step.parameters]
-    with pytest.raises(RuntimeError, match="2 parameters got no gradient, lm_head.weight among them"):
+    with pytest.raises(RuntimeError, match=r"2 parameters got no gradient, lm_head\.weight among them"):
         compiled.train_step(ids, labels)
 
 

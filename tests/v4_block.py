@@ -1,5 +1,7 @@
 """The SparseMoE block as transformers 4 wrote it: a ModuleList of experts, torch.where, index_add_."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,11 +45,15 @@ class V4SparseMoeBlock(nn.Module):
 def with_v4_blocks(model: OlmoeForCausalLM) -> OlmoeForCausalLM:
     """Replaces every block by a v4 one with the same weights."""
     config = model.config
-    for layer in model.model.layers:
-        block = V4SparseMoeBlock(config.hidden_size, config.intermediate_size, config.num_experts, config.num_experts_per_tok)
+    layers: Any = model.model.layers
+    for layer in layers:
+        block = V4SparseMoeBlock(
+            config.hidden_size, config.intermediate_size, config.num_experts, config.num_experts_per_tok
+        )
         with torch.no_grad():
             block.gate.weight.copy_(layer.mlp.gate.weight)
-            for index, expert in enumerate(block.experts):
+            experts: Any = block.experts
+            for index, expert in enumerate(experts):
                 gate, up = layer.mlp.experts.gate_up_proj[index].chunk(2)
                 expert.gate_proj.weight.copy_(gate)
                 expert.up_proj.weight.copy_(up)

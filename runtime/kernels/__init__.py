@@ -1,0 +1,21 @@
+"""Fused ops of the SparseMoE block and of the loss: `torch.ops.optimus.*`, registered by importing this package."""
+
+from optimus_compiler.runtime.kernels.dispatch import Kernels, set_kernels, use_kernels
+from optimus_compiler.runtime.kernels.grouped_mlp import grouped_mlp, grouped_mlp_backward
+from optimus_compiler.runtime.kernels.index_tokens import index_tokens
+from optimus_compiler.runtime.kernels.linear_logsumexp import linear_logsumexp, linear_logsumexp_backward
+from optimus_compiler.runtime.kernels.moe import moe
+from optimus_compiler.runtime.kernels.reduce_outputs import reduce_outputs
+
+__all__ = [
+    "Kernels",
+    "grouped_mlp",
+    "grouped_mlp_backward",
+    "index_tokens",
+    "linear_logsumexp",
+    "linear_logsumexp_backward",
+    "moe",
+    "reduce_outputs",
+    "set_kernels",
+    "use_kernels",
+]

@@ -1,0 +1,18 @@
+"""The fused SparseMoE block: the three ops in a row, for callers that need no expert parallelism."""
+
+from torch import Tensor
+
+from optimus_compiler.runtime.kernels.grouped_mlp import grouped_mlp
+from optimus_compiler.runtime.kernels.index_tokens import index_tokens
+from optimus_compiler.runtime.kernels.reduce_outputs import reduce_outputs
+
+
+def moe(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up_E2IH: Tensor, down_EHI: Tensor) -> Tensor:
+    """y_TH[t] = sum over k of weights[t, k] * expert_{indices[t, k]}(x[t]), in x's dtype.
+
+    Differentiable in all but the indices. A choice outside [0, E) contributes nothing. Argument dtypes and errors:
+    grouped_mlp, index_tokens.
+    """
+    token_R, row_TK, offsets_E = index_tokens(indices_TK, None, down_EHI.shape[0])
+    y_RH, _ = grouped_mlp(x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E)
+    return reduce_outputs(y_RH, row_TK, token_R)

@@ -1,0 +1,39 @@
+"""Large CPU tensors whose pages outlive them: the next tensor of that size takes over the memory.
+
+malloc maps every block of 32 MiB or more afresh and unmaps it when freed, so a weight gradient that lives from a
+backward op to its accumulation costs a page fault for each 4 KiB, a fifth of the block's whole time. Smaller blocks
+malloc keeps by itself. An ordinary tensor comes out; its memory returns here when its storage dies, whoever held it
+last.
+"""
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SMALLEST = 2**25  # bytes; from here on malloc never keeps a freed block
+KEPT = 2  # free blocks of one size; more are given back to the system
+
+_free: dict[int, list[Tensor]] = defaultdict(list)
+
+
+def recycled_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous CPU tensor."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < SMALLEST:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        block = _free[size].pop()
+    except IndexError:
+        block = torch.empty(size, dtype=torch.uint8)
+    lease = block.numpy()  # the new tensor's storage holds this array, and nothing else does
+    weakref.finalize(lease, _give_back, block).atexit = False
+    return torch.from_numpy(lease).view(dtype).view(shape)
+
+
+def _give_back(block: Tensor) -> None:
+    if len(_free[len(block)]) < KEPT:
+        _free[len(block)].append(block)

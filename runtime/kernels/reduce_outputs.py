@@ -1,0 +1,56 @@
+"""optimus::reduce_outputs: add up the expert outputs of every token (stage 5 of FastSparseMoE).
+
+The routing weight is already inside the rows (grouped_mlp), so this is a plain sum by inverse index: no atomics, and
+one order of additions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimus_compiler.runtime.kernels.dispatch import select
+
+
+@torch.library.custom_op("optimus::reduce_outputs", mutates_args=())
+def reduce_outputs(y_RH: Tensor, row_TK: Tensor, token_R: Tensor) -> Tensor:
+    """out_TH[t] = sum over k of y_RH[row_TK[t, k]], skipping rows of -1 (paper, Algorithm 1, stage 5).
+
+    y_RH: any float dtype; sums run in fp32 (fp64 for fp64) in the order of k and are rounded once to y's dtype. row_TK,
+    token_R: from index_tokens; token_R is used by backward only, dy_RH = dout_TH[token_R]. Rows past the last offset
+    belong to no token: their gradient is a copy of token 0's, finite, and grouped_mlp's backward never reads it.
+    """
+    reduce = select(y_RH.device, reference=sum_rows_reference, cpu=sum_rows_cpu)
+    return reduce(y_RH, row_TK)
+
+
+@reduce_outputs.register_fake
+def _fake(y_RH: Tensor, row_TK: Tensor, token_R: Tensor) -> Tensor:
+    return y_RH.new_empty(row_TK.shape[0], y_RH.shape[1])
+
+
+def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, dout_TH: Tensor) -> tuple[Tensor, None, None]:
+    (token_R,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return dout_TH.index_select(0, token_R), None, None
+
+
+reduce_outputs.register_autograd(_backward, setup_context=_setup_context)
+
+
+def sum_rows_reference(y_RH: Tensor, row_TK: Tensor) -> Tensor:
+    """[T, H]: choice by choice; a row of -1 reads the last row and drops what it read, which may be NaN."""
+    sum_TH = y_RH.new_zeros(row_TK.shape[0], y_RH.shape[1], dtype=torch.promote_types(y_RH.dtype, torch.float32))
+    for row_T in row_TK.unbind(1):
+        sum_TH += torch.where(row_T[:, None] >= 0, y_RH[row_T], 0)
+    return sum_TH.to(y_RH.dtype)
+
+
+def sum_rows_cpu(y_RH: Tensor, row_TK: Tensor) -> Tensor:
+    """[T, H]: a bag of rows a token, gathered and added in registers (bf16: in fp32, ties rounded away from zero)."""
+    local_TK = row_TK >= 0
+    count_T = local_TK.sum(1)
+    start_T = count_T.cumsum(0) - count_T
+    return F.embedding_bag(row_TK[local_TK], y_RH, start_T, mode="sum")

@@ -1,0 +1,67 @@
+"""A run small enough for tests: prepared data of a few hundred tokens' vocabulary, and a configuration that fits it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from optimus_compiler.runtime.data.prepare import prepare
+
+VOCABULARY = 300
+CONTEXT_LENGTH = 16
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
+
+CONFIG = """\
+[model]
+name = "olmoe-tiny"
+
+[model.overrides]
+vocab_size = 300
+hidden_size = 32
+intermediate_size = 16
+num_hidden_layers = 2
+num_attention_heads = 2
+num_experts = 4
+
+[train]
+steps = 4
+micro_batch_size = 2
+global_batch_size = 4
+precision = "fp32"
+backend = "eager"
+"""
+
+
+def write_tokenizer(path: Path) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def write_corpus(path: Path) -> Path:
+    path.write_text(json.dumps({"text": TEXT}) + "\n")
+    return path
+
+
+def write_data(folder: Path) -> Path:
+    """Prepared data in `folder`/data, with the corpus and the tokenizer beside it."""
+    corpus, tokenizer = write_corpus(folder / "corpus.jsonl"), write_tokenizer(folder / "tokenizer.json")
+    prepare([corpus], tokenizer=tokenizer, context_length=CONTEXT_LENGTH, output=folder / "data")
+    return folder / "data"
+
+
+def write_config(folder: Path) -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(CONFIG)
+    return path
