@@ -1,0 +1,43 @@
+"""`optimus explain`: what the passes did to the model of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from optimus_compiler.cli.pretrain import ConfigArgument, SetOption
+
+
+def explain(
+    config: ConfigArgument,
+    graph: Annotated[bool, typer.Option("--graph", help="Also print the graph of each distinct segment.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Show what the passes do to a model.
+
+    Every pass with what it matched and the nodes before and after; needs no data and compiles nothing.
+
+    \b
+    Example:
+      optimus explain mula-7b-a1b --set mesh.dp=1 --set model.overrides.num_hidden_layers=2 --graph
+    """
+    from optimus_compiler.capture import capture
+    from optimus_compiler.config import load_config, refuse_unsupported
+    from optimus_compiler.explain import explain as explain_program
+    from optimus_compiler.passes import PassOptions, default_passes
+    from optimus_compiler.runtime.trainer import check_mesh, load_model_config, plain_model
+
+    settings = load_config(config, overrides or ())
+    mesh = check_mesh(settings)
+    refuse_unsupported(settings)
+    model_config = load_model_config(settings.model)
+    program = capture(
+        plain_model(settings, model_config),
+        sequence_length=settings.train.sequence_length or model_config.max_position_embeddings,
+        micro_batch_size=settings.train.micro_batch_size,
+    )
+    program.mesh = mesh
+    pipeline = default_passes(mesh, PassOptions(force_uniform_routing=settings.train.force_uniform_routing))
+    pipeline.run(program)
+    print(explain_program(program, pipeline, graph))

@@ -1,0 +1,47 @@
+"""`optimus pretrain`: train the model of a configuration on prepared data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from optimus_compiler.compiled import CompiledModel
+    from optimus_compiler.runtime.trainer import Run
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="TOML file, or a bundled one: mula-7b-a1b, ...")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the configuration.")
+]
+
+
+def pretrain(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option(help="Run directory: config.toml, metrics.jsonl, compile_cache/.")],
+    overrides: SetOption = None,
+) -> None:
+    """Compile a model and pretrain it.
+
+    The run directory gets config.toml with every default filled in, and metrics.jsonl with one line a step.
+
+    \b
+    Example:
+      optimus pretrain run.toml --set data.path=data --set train.steps=1000 --output run
+    """
+    from optimus_compiler.config import load_config
+    from optimus_compiler.runtime.trainer import open_run
+
+    run = open_run(load_config(config, overrides or ()), output)
+    train_with_progress(run)
+    print(f"{output}: {run.config.train.steps:,} steps done; curves: optimus plot {output}")
+
+
+def train_with_progress(run: Run) -> CompiledModel:
+    """Train `run` with its progress on stdout; returns the trained model."""
+    from optimus_compiler.cli.progress import StepProgress
+    from optimus_compiler.runtime.trainer import train
+
+    with StepProgress(run.config.train.steps, every=run.config.log.every) as progress:
+        return train(run, progress.show)

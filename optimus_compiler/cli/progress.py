@@ -1,0 +1,62 @@
+"""The progress of training: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import Self
+
+from rich.progress import Progress, TextColumn
+
+from optimus_compiler.runtime.metrics import StepMetrics
+
+
+class StepProgress:
+    """Shows step, loss, gradient norm, tokens per second and the time left. A context manager.
+
+    Off a terminal it prints the first, the last and each `every`-th step.
+    """
+
+    def __init__(self, steps: int, *, every: int) -> None:
+        self._steps = steps
+        self._every = every
+        self._line: Progress | None = None
+        if sys.stdout.isatty():
+            self._line = Progress(TextColumn("{task.description}"))
+            self._task = self._line.add_task("compiling", total=steps)
+
+    def __enter__(self) -> Self:
+        if self._line is None:
+            print("compiling", flush=True)
+        else:
+            self._line.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._line is not None:
+            self._line.stop()
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Show a finished step."""
+        if metrics.step == 1:
+            self._first_step_ended = time.perf_counter()  # the first step compiles: it is no measure of the others
+        line = describe(metrics, self._steps, self._seconds_left(metrics))
+        if self._line is not None:
+            self._line.update(self._task, completed=metrics.step, description=line)
+        elif metrics.step in (1, self._steps) or metrics.step % self._every == 0:
+            print(line, flush=True)
+
+    def _seconds_left(self, metrics: StepMetrics) -> float | None:
+        if metrics.step == 1:
+            return None
+        return (time.perf_counter() - self._first_step_ended) / (metrics.step - 1) * (self._steps - metrics.step)
+
+
+def describe(metrics: StepMetrics, steps: int, seconds_left: float | None) -> str:
+    """The progress line of a step, short enough for a terminal of 80 columns."""
+    left = "-:--:--" if seconds_left is None else timedelta(seconds=round(seconds_left))
+    return (
+        f"step {metrics.step:,}/{steps:,}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+        f"{metrics.tokens_per_second:,.0f} tokens/s  ETA {left}"
+    )
