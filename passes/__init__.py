@@ -9,6 +9,7 @@ from optimus_compiler.passes.causal_mask import CausalMask
 from optimus_compiler.passes.force_uniform_routing import ForceUniformRouting
 from optimus_compiler.passes.fuse_loss import FuseLoss
 from optimus_compiler.passes.fuse_sparse_moe import FuseSparseMoE
+from optimus_compiler.passes.widen_products import WidenProducts
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ def default_passes(mesh: Mesh, options: PassOptions) -> PassPipeline:
         FuseSparseMoE(),
         FuseLoss(),
         *([ForceUniformRouting()] if options.force_uniform_routing else []),
+        WidenProducts(),
     ))  # fmt: skip
 
 
@@ -40,5 +42,6 @@ __all__ = [
     "PassOptions",
     "PassPipeline",
     "PassReport",
+    "WidenProducts",
     "default_passes",
 ]

@@ -1,1 +1,1 @@
-"""What executes a compiled program: kernels, collectives, pipeline, optimizer, trainer, data, checkpoints, resilience."""
+"""What executes a compiled program: kernels, data, buckets, the optimizer and the trainer."""

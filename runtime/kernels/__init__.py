@@ -4,6 +4,7 @@ from optimus_compiler.runtime.kernels.dispatch import Kernels, set_kernels, use_
 from optimus_compiler.runtime.kernels.grouped_mlp import grouped_mlp, grouped_mlp_backward
 from optimus_compiler.runtime.kernels.index_tokens import index_tokens
 from optimus_compiler.runtime.kernels.linear_logsumexp import linear_logsumexp, linear_logsumexp_backward
+from optimus_compiler.runtime.kernels.matmul import matmul_dtype
 from optimus_compiler.runtime.kernels.moe import moe
 from optimus_compiler.runtime.kernels.reduce_outputs import reduce_outputs
 
@@ -14,6 +15,7 @@ __all__ = [
     "index_tokens",
     "linear_logsumexp",
     "linear_logsumexp_backward",
+    "matmul_dtype",
     "moe",
     "reduce_outputs",
     "set_kernels",
