@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from optimus_compiler.cut import ExportedGraph, cut
+from optimus_compiler.graphs import storage_root, writes_in_place
 from optimus_compiler.program import ParameterSpec, Program, Source
 
 OPTIONAL_INPUTS = ("attention_mask", "document_ids", "position_ids")
@@ -42,8 +43,13 @@ def capture(
     Raises CaptureError, naming the module and the cause, and ValueError for inputs that are not known.
     """
     _check_inputs(inputs)
+    if not hasattr(model, "config") or not hasattr(model, "loss_function"):
+        raise CaptureError(
+            f"{type(model).__name__} has no config and loss_function: give a Hugging Face-style causal LM"
+        )
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     wrapper = _Training(model, tuple(name for name in inputs if name != "document_ids"), aux_loss)
-    example = _example_inputs(wrapper.names, micro_batch_size, sequence_length)
+    example = _example_inputs(wrapper.names, micro_batch_size, sequence_length, device)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with _as_captured(model), _values_of_buffers(model), _fake_parameters(model, mode):
         with _quiet():
@@ -52,9 +58,13 @@ def capture(
             except Exception as error:  # torch.export raises many types, all of which mean the same to the user
                 raise CaptureError(_explain(model, error)) from error
         buffers = dict(model.named_buffers())
-    _refuse_dropout(exported.graph)
+    _without_wrapper(exported.graph)
+    _refuse_what_a_program_cannot_hold(exported.graph)
 
     signature, persistent = exported.graph_signature, set(model.state_dict())
+    if signature.buffers_to_mutate:
+        name = next(iter(signature.buffers_to_mutate.values())).removeprefix("model.")
+        raise CaptureError(f"the forward pass writes to the buffer {name}: a program keeps no state but its weights")
     constants = {name: exported.constants[target] for name, target in
                  signature.inputs_to_lifted_tensor_constants.items()}  # fmt: skip
     parameters = {}
@@ -64,6 +74,7 @@ def capture(
             parameters[placeholder] = _spec(name, model.get_parameter(name))
         elif name in persistent:
             parameters[placeholder] = _spec(name, buffers[name])
+            constants[name] = buffers[name]  # its value, where the model itself is on meta
         else:
             constants[placeholder] = buffers[name]
     graph = ExportedGraph(exported.graph, parameters, constants, wrapper.names, wrapper.outputs)
@@ -88,7 +99,7 @@ class _Training(nn.Module):
         self.names = (*inputs, "valid") if self.has_router else inputs
         self.outputs = ("loss", "ce_loss", "aux_loss", "expert_counts", "logits")
         self.keywords: dict[str, Any] = {"output_router_logits": True} if self.has_router else {}
-        if _is_transformers(model):
+        if is_transformers(model):
             self.keywords["use_cache"] = False
         self.num_experts = int(getattr(model, "num_experts", 0))
         self.top_k = int(getattr(model, "num_experts_per_tok", 0))
@@ -125,19 +136,22 @@ def _check_inputs(inputs: tuple[str, ...]) -> None:
     if tuple(inputs[:2]) != ("input_ids", "labels"):
         raise ValueError(f"inputs={inputs} must begin with ('input_ids', 'labels')")
     for name in inputs[2:]:
+        if inputs.count(name) > 1:
+            raise ValueError(f"inputs names {name!r} twice")
         if name not in OPTIONAL_INPUTS:
             raise ValueError(f"inputs names {name!r}; a program may also take {', '.join(OPTIONAL_INPUTS)}")
 
 
-def _example_inputs(names: tuple[str, ...], batch: int, length: int) -> list[Tensor]:
+def _example_inputs(names: tuple[str, ...], batch: int, length: int, device: torch.device) -> list[Tensor]:
     """One distinct tensor an input: torch.export merges inputs that are the same object."""
     positions = torch.arange(length).expand(batch, length).clone()
     kinds = {"position_ids": positions, "valid": torch.ones(batch, length, dtype=torch.bool)}
     ones = torch.ones(batch, length, dtype=torch.int64)
-    return [kinds[name] if name in kinds else ones.clone() for name in names]
+    return [(kinds[name] if name in kinds else ones.clone()).to(device) for name in names]
 
 
-def _is_transformers(model: nn.Module) -> bool:
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers' (which is not imported to find out)."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
@@ -148,7 +162,11 @@ def _as_captured(model: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     changed: list[tuple[Any, str, Any]] = []
     model.train()
-    if _is_transformers(model):
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):  # recomputation is the compiler's business
+            changed.append((module, "gradient_checkpointing", True))
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    if is_transformers(model):
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
         # HF's output recorder takes a lock on first use, which breaks the trace
@@ -164,8 +182,8 @@ def _as_captured(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for config, key, value in changed:
-            setattr(config, key, value)
+        for owner, key, value in changed:
+            setattr(owner, key, value)
         for module, mode in training.items():
             module.training = mode
 
@@ -262,18 +280,36 @@ def _check_everything_captured(model: nn.Module, graph: ExportedGraph) -> None:
             raise CaptureError(f"parameter {name} takes no part in the captured forward pass: freeze or remove it")
 
 
-def _refuse_dropout(graph: torch.fx.Graph) -> None:
+def _without_wrapper(graph: torch.fx.Graph) -> None:
+    """Module paths as the user knows them: what the wrapper calls model.x is x."""
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: ("" if path == "model" else path.removeprefix("model."), kind)
+                                        for key, (path, kind) in stack.items()}  # fmt: skip
+
+
+def _refuse_what_a_program_cannot_hold(graph: torch.fx.Graph) -> None:
+    """Randomness, writes to buffers, nested graphs: a program is a function of its inputs and weights."""
+    for node in graph.nodes:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = (stack[-1][0] if stack else "") or "the model"
+        if node.op == "get_attr":
+            raise CaptureError(f"{path} has control flow that depends on data ({node.name}): write it without")
+        if writes_in_place(node) and storage_root(node).op == "placeholder":
+            raise CaptureError(
+                f"{path} writes to {storage_root(node).name}, a buffer or an input: keep no state in forward"
+            )
         rate = 0.0
         if node.target is torch.ops.aten.dropout.default:
             rate = node.args[1] if node.args[2] else 0.0
         elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
             rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CaptureError(
+                f"{path} draws random numbers ({node.target}): switch it off, a program has no randomness"
+            )
         if rate:
-            path = [path for path, _ in (node.meta.get("nn_module_stack") or {"": ("the model", "")}).values()][-1]
-            raise CaptureError(f"{path.removeprefix('model.')} has dropout {rate}: set it to 0, pretraining uses none")
+            raise CaptureError(f"{path} has dropout {rate}: set it to 0, pretraining uses none")
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

@@ -1,5 +1,7 @@
 """compile: capture -> passes -> lower, and the module that runs the result."""
 
+from typing import get_args
+
 from torch import nn
 
 from optimus_compiler.capture import capture
@@ -43,6 +45,11 @@ def compile(
     if micro_batches < 1 or micro_batch_size < 1 or sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length}, micro_batch_size={micro_batch_size} and "
                          f"micro_batches={micro_batches} must be at least 1")  # fmt: skip
+    for option, value, known in (("backend", backend, Backend), ("kernels", kernels, Kernels)):
+        if value not in get_args(known):
+            raise ValueError(f"{option}={value!r} is unknown: choose one of {', '.join(get_args(known))}")
+    if passes is not None and not isinstance(passes, PassPipeline):
+        raise ValueError(f"passes is a {type(passes).__name__}: give PassPipeline((Canonicalise(), ...))")
     if check and ("document_ids" in inputs or any(parameter.is_meta for parameter in model.parameters())):
         raise ValueError("check=True runs the original module: it needs weights, and inputs without document_ids")
     program = capture(

@@ -80,19 +80,23 @@ class CompiledModel(nn.Module):
         self.buckets: tuple[Bucket, ...] = make_buckets(program, self.device)
         self._model_state_names = tuple(model.state_dict())
         self._original = [model] if check else []  # in a list: not a submodule
+        # a padding row gets no gradient: Hugging Face keeps it zero
+        self._padding_rows = {f"{path}.weight": module.padding_idx for path, module in model.named_modules()
+                              if isinstance(module, nn.Embedding) and module.padding_idx is not None}  # fmt: skip
         self._set_weights(model)
-        self._constants = {name: value.to(self.device) for name, value in
+        self._constants = {name: value.to(self.device, copy=True) for name, value in
                            {**program.constants, **program.constant_values()}.items()}  # fmt: skip
         self._functions: dict[str, Function] = {}
         self._marks = gradient_marks(program)
         self._schedules: dict[tuple[str, ...], list[_Step]] = {}
         self._watched = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     # weights
 
     def _set_weights(self, model: nn.Module) -> None:
         """Registers every parameter under its name; values from the seed, or from the model."""
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = {**dict(model.named_parameters()), **self.program.constants}
         by_name = {entry.name: entry.parameter for bucket in self.buckets for entry in bucket.entries}
         for name, spec in self.program.parameters.items():
             drawn = self.seed is not None and isinstance(state[spec.source.names[0]], nn.Parameter)
@@ -103,21 +107,24 @@ class CompiledModel(nn.Module):
                 with torch.no_grad():
                     by_name[name].copy_(value)
             else:
-                by_name[name] = nn.Parameter(value.to(self.device, spec.dtype), requires_grad=False)
+                by_name[name] = nn.Parameter(value.to(self.device, spec.dtype, copy=True), requires_grad=False)
             _register(self, name, by_name[name])
         self._parameters_by_name = by_name
-        self._loaded = False
 
     def _draw(self, spec: ParameterSpec) -> Tensor:
         assert self.seed is not None
-        return draw(spec.name, spec.shape, self.seed, self.initializer_range).view(spec.shape)
+        drawn = draw(spec.name, spec.shape, self.seed, self.initializer_range).view(spec.shape)
+        if spec.name in self._padding_rows:
+            drawn[self._padding_rows[spec.name]] = 0
+        return drawn
 
     def fp32_weights(self, bucket: Bucket) -> Tensor:
         """What fp32 master weights of a bucket start from: the fp32 draw where weights were drawn, else the weights."""
         flat = bucket.weights.detach().to(torch.float32, copy=True)
-        if self.seed is not None and not self._loaded and bucket.weights.dtype != torch.float32:
+        if self.seed is not None and bucket.weights.dtype != torch.float32:
             for entry in bucket.entries:
-                entry.view(flat).copy_(self._draw(self.program.parameters[entry.name]))
+                drawn, weight = self._draw(self.program.parameters[entry.name]).to(flat.device), entry.view(flat)
+                weight.copy_(torch.where(drawn.to(bucket.weights.dtype) == weight, drawn, weight))
         return flat
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -155,7 +162,20 @@ class CompiledModel(nn.Module):
         with torch.no_grad():
             for name, value in values.items():
                 self._parameters_by_name[name].copy_(value)
-        self._loaded = True
+
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, Tensor]:  # type: ignore[override]
+        """The same as full_state_dict()."""
+        return self.full_state_dict()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zeroes the gradients in place: they are views of the buckets and persist."""
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompiledModel":
+        raise RuntimeError(
+            "a compiled model's weights are views of flat buckets: cast or move the model before compile"
+        )
 
     # running
 
@@ -176,14 +196,13 @@ class CompiledModel(nn.Module):
         given = {"attention_mask": attention_mask, "document_ids": document_ids, "position_ids": position_ids}
         everything = {"input_ids": input_ids, "labels": labels, **given}
         inputs = {name: value for name, value in everything.items() if value is not None}
-        batch, length = input_ids.shape
         values = self.pad(inputs)
+        batch, length = input_ids.shape
         if labels is None:
             wanted: tuple[str, ...] = ("logits",)
         else:
             wanted = (*TRAINING, "logits") if return_logits else TRAINING
-            if self._original:
-                check_against_original(self, self._original.pop(), inputs)
+            self._check(inputs)
         out = self.run(values, wanted)
         self._watch_first_backward(out.get("loss"))
         logits = out["logits"][:batch, :length] if "logits" in out else None
@@ -217,15 +236,21 @@ class CompiledModel(nn.Module):
         for index in range(self.micro_batches):
             first = index * self.program.micro_batch_size
             micro_batch = {name: value[first : first + self.program.micro_batch_size] for name, value in inputs.items()}
-            if self._original:
-                check_against_original(self, self._original.pop(), micro_batch)
-            out = self.run(self.pad(micro_batch), TRAINING)
+            values = self.pad(micro_batch)
+            self._check(micro_batch)
+            out = self.run(values, TRAINING)
             self._watch_first_backward(out["loss"])
             then(out)
             for name, value in out.items():
                 totals[name] = totals[name] + value.detach() if name in totals else value.detach()
         means = {name: totals[name] / self.micro_batches for name in ("loss", "ce_loss", "aux_loss")}
         return StepOutput(**means, expert_counts=totals.get("expert_counts"))
+
+    def _check(self, inputs: dict[str, Tensor]) -> None:
+        """compile(check=True): the first batch through the original module too, which is let go when they agree."""
+        if self._original:
+            check_against_original(self, self._original[0], inputs)
+            self._original.clear()
 
     def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...]) -> dict[str, Tensor]:
         """Runs the segments; the wanted outputs by role."""
@@ -265,6 +290,10 @@ class CompiledModel(nn.Module):
 
     def pad(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Right-pads to the compiled shape: the losses ignore padding, and causal attention ends before it."""
+        if inputs["input_ids"].dim() != 2:
+            raise ValueError(
+                f"input_ids has shape {tuple(inputs['input_ids'].shape)}, a micro-batch is [batch, sequence]"
+            )
         batch, length = inputs["input_ids"].shape
         full = (self.program.micro_batch_size, self.program.sequence_length)
         if batch > full[0] or length > full[1]:
@@ -278,10 +307,14 @@ class CompiledModel(nn.Module):
         for name in declared:
             if name not in inputs:
                 raise ValueError(f"{name} was declared to compile and must be given")
-        padded = dict(inputs)
+        for name, value in inputs.items():
+            if value.dtype.is_floating_point or value.dtype.is_complex:
+                raise ValueError(f"{name} is {value.dtype}: give integers")
+        # compiled code reads memory as it was captured: int64, contiguous
+        padded = {name: value.to(self.device, torch.int64).contiguous() for name, value in inputs.items()}
         if "valid" in self.program.inputs:
-            mask = inputs.get("attention_mask")
-            padded["valid"] = mask != 0 if mask is not None else torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+            mask = padded.get("attention_mask")
+            padded["valid"] = mask != 0 if mask is not None else torch.ones_like(padded["input_ids"], dtype=torch.bool)
         if (batch, length) == full:
             return padded
         # a padded position attends to itself: attention over nothing would be NaN
@@ -293,19 +326,24 @@ class CompiledModel(nn.Module):
         """At the end of the first backward, refuses a program in which a parameter got no gradient."""
         if self._watched or loss is None or not loss.requires_grad:
             return
-        self._watched = True
-        waiting = {entry.name for bucket in self.buckets for entry in bucket.entries}
-        hooks = [entry.parameter.register_post_accumulate_grad_hook(lambda _, name=entry.name: waiting.discard(name))
-                 for bucket in self.buckets for entry in bucket.entries]  # fmt: skip
+        for hook in self._hooks:
+            hook.remove()
+        names = {entry.name for bucket in self.buckets for entry in bucket.entries}
+        waiting = set(names)
+        self._hooks = [entry.parameter.register_post_accumulate_grad_hook(lambda _, n=entry.name: waiting.discard(n))
+                       for bucket in self.buckets for entry in bucket.entries]  # fmt: skip
 
         def finish() -> None:
-            for hook in hooks:
+            for hook in self._hooks:
                 hook.remove()
+            if waiting == names:
+                return  # torch.autograd.grad accumulates nothing: wait for a backward
             if waiting:
                 raise RuntimeError(
                     f"{len(waiting)} parameters got no gradient, {min(waiting)} among them: the backend {self.backend} "
                     "or a pass lost them"
                 )
+            self._watched = True
 
         def begin(gradient: Tensor) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(finish)

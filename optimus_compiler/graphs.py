@@ -1,5 +1,7 @@
 """Facts about FX graphs that hold writes: what shares storage, what is dead."""
 
+import operator
+
 from torch import fx
 
 
@@ -13,7 +15,9 @@ def writes_in_place(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operation returns a view of an argument, or the argument itself."""
+    """Whether an operation returns a view of an argument, or the argument itself; one of several views included."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
     schema = getattr(node.target, "_schema", None)
     return (
         node.op == "call_function"
@@ -26,6 +30,9 @@ def is_view(node: fx.Node) -> bool:
 def storage_root(node: fx.Node) -> fx.Node:
     """The node whose storage this one is a view of; the node itself when it owns its storage."""
     while is_view(node):
+        if node.target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+            continue
         schema = node.target._schema  # type: ignore[union-attr]
         aliased = [value for argument, value in zip(schema.arguments, node.args, strict=False)
                    if argument.alias_info is not None and isinstance(value, fx.Node)]  # fmt: skip

@@ -29,13 +29,20 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> 
     graph = copy_graph(segment.graph)
     if backend == "eager":
         return graph
-    # a ShapeEnv is what lets Inductor's on-disk caches be used on this path
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with mode:
-        marked = zip(segment.placeholders(), requires_grad, strict=True)
-        examples = [_empty(node.meta["val"], mark) for node, mark in marked]
-    with tracing(TracingContext(mode)):
-        return _inductor(graph, examples) if backend == "inductor" else _aot_eager(graph, examples)
+    if any(isinstance(size, torch.SymInt) for node in graph.graph.nodes for size in _shape(node)):
+        raise ValueError(
+            f"the {segment.kind} has sizes that depend on the data (a loop over experts that no pass replaced): run "
+            "FuseSparseMoE, or use backend='eager'"
+        )
+    # compiled once for every caller, so not in the grad mode of the first: under no_grad there would be no backward
+    with torch.inference_mode(False), torch.enable_grad():
+        # a ShapeEnv is what lets Inductor's on-disk caches be used on this path
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with mode:
+            marked = zip(segment.placeholders(), requires_grad, strict=True)
+            examples = [_empty(node.meta["val"], mark) for node, mark in marked]
+        with tracing(TracingContext(mode)):
+            return _inductor(graph, examples) if backend == "inductor" else _aot_eager(graph, examples)
 
 
 # torch's compilers take seconds to import: nobody should wait for them before something is compiled
@@ -88,6 +95,11 @@ def _which_outputs_carry(program: Program, segment: Segment, marks: tuple[bool, 
         marked = zip(segment.placeholders(), marks, strict=True)
         inputs = [_empty(node.meta["val"], mark) for node, mark in marked]
         return tuple(result.requires_grad for result in segment.graph(*inputs))
+
+
+def _shape(node: fx.Node) -> Sequence[int]:
+    value = node.meta.get("val")
+    return value.shape if isinstance(value, Tensor) else ()
 
 
 def _empty(like: Tensor, requires_grad: bool) -> Tensor:

@@ -138,6 +138,10 @@ def _why_layers_differ(program: Program) -> list[str]:
     """One remark for each layer that is not the same function as the layer before it."""
     remarks = []
     layers = [segment for segment in program.segments if segment.kind == "layer"]
+    if not layers:
+        remarks.append(
+            "no module list named 'layers': the model is one function, and compile time grows with its depth"
+        )
     for index, (before, after) in enumerate(pairwise(layers), 1):
         if before.graph is not after.graph:
             pairs = zip(before.lines(), after.lines(), strict=False)

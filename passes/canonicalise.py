@@ -15,11 +15,10 @@ CASTS = {
     aten.to.dtype,
     aten.to.dtype_layout,
     aten.to.device,
-    aten._to_copy.default,
     aten.alias.default,
-    aten.lift_fresh_copy.default,
     aten.contiguous.default,
 }
+COPIES = {aten._to_copy.default, aten.lift_fresh_copy.default, aten.clone.default}
 CHECKS = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 
 
@@ -29,6 +28,7 @@ class Canonicalise(Pass):
 
     1. Run-time checks of dtype, device and range go: shapes are static and were checked at capture.
     2. An alias, a cast to the dtype a value has already, a `contiguous` of a contiguous value: readers take the value.
+       A copy goes too, unless something writes to it or to what it was copied from.
     3. `x.op_(...)` becomes `x.op(...)` where nothing later reads x's storage under another name. Where something does
        (DeepSeek-V3 copies into slices), the write stays and AOTAutograd functionalises it with the aliasing in view.
     """
@@ -37,10 +37,11 @@ class Canonicalise(Pass):
         matches = 0
         for group in program.groups():
             graph = group[0].graph.graph
+            written = {storage_root(node) for node in graph.nodes if writes_in_place(node)}
             for node in list(graph.nodes):
                 if node.target in CHECKS:
                     graph.erase_node(node)
-                elif node.target in CASTS and _is_identity(node):
+                elif (node.target in CASTS or node.target in COPIES) and _is_identity(node, written):
                     node.replace_all_uses_with(node.args[0])
                     graph.erase_node(node)
                 elif writes_in_place(node) and _is_last_reader(graph, node):
@@ -51,12 +52,23 @@ class Canonicalise(Pass):
         return self.report(matches)
 
 
-def _is_identity(node: fx.Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    if not isinstance(before, Tensor) or node.kwargs.get("copy"):
+def _is_identity(node: fx.Node, written: set[fx.Node]) -> bool:
+    """Whether readers of the node may read its argument instead."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    before, after = source.meta["val"], node.meta["val"]
+    if not isinstance(before, Tensor):
+        return False
+    if (node.target in COPIES or _argument(node, "copy")) and {storage_root(source), node} & written:
         return False
     same = before.dtype == after.dtype and before.device == after.device and before.shape == after.shape
     return same and before.stride() == after.stride()
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value of an operation's argument, given by position or by name; None where it is left out."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(name) if name in names else len(node.args)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:

@@ -42,15 +42,21 @@ class CausalMask(Pass):
                     if not all(_is_causal(value) for value in values if value is not None):
                         raise PassError(
                             f"{where(node)}: the attention mask is a constant that is not causal; "
-                            "looked for a lower-triangular mask or one made from a declared input"
+                            "looked for a lower-triangular mask or one made from a declared input; a sliding window "
+                            "must be None or at least sequence_length"
                         )
                     _set_arguments(node, None, True)
                     flagged += len(group)
+                elif not _argument(node, CAUSAL, False) and program.sequence_length > 1:
+                    raise PassError(f"{where(node)}: attention sees later tokens; looked for is_causal or a mask")
                 if _argument(node, CAUSAL, False):
                     causal.append((group, node))
         if "document_ids" in program.inputs:
             if kept or not causal:
-                raise PassError(f"document_ids needs causal attention without another mask; {kept} layers have one")
+                raise PassError(
+                    f"document_ids needs causal attention without another mask, and {kept} layers have one: drop "
+                    "attention_mask (for transformers position_ids too, from which it builds a mask of documents)"
+                )
             _mask_documents(program, causal)
         return self.report(flagged, f"{flagged} masks became is_causal, {kept} come from a declared input")
 
@@ -92,17 +98,23 @@ def _evaluate(segment: Segment, mask: fx.Node, constants: dict[str, Tensor]) -> 
 
 def _is_causal(mask: Tensor) -> bool:
     """Whether a bool mask, or an additive one, lets position i see exactly 0..i."""
-    seen = mask if mask.dtype == torch.bool else mask == 0
     length = mask.shape[-1]
     expected = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    return mask.shape[-2] == length and bool((seen == expected).all())
+    if mask.dtype == torch.bool:
+        seen, hidden = mask, ~mask
+    else:
+        seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    return mask.shape[-2] == length and bool(((seen == expected) & (hidden == ~expected)).all())
 
 
 def _mask_documents(program: Program, causal: list[tuple[list[Segment], fx.Node]]) -> None:
-    embed = next(segment for segment in program.segments if segment.kind == "embed")
+    embed = next((segment for segment in program.segments if segment.kind == "embed"), None)
+    if embed is None:
+        raise PassError("document_ids needs a model with a module list named 'layers'")
     graph = embed.graph.graph
+    device = embed.placeholders()[0].meta["val"].device
     with program.fake_mode:
-        ids_value = torch.empty(program.micro_batch_size, program.sequence_length, dtype=torch.int64)
+        ids_value = torch.empty(program.micro_batch_size, program.sequence_length, dtype=torch.int64, device=device)
     ids = embed.add_input("document_ids", ids_value)
     embed.inputs = (*embed.inputs, "document_ids")
     output = graph.output_node()

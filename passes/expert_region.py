@@ -1,6 +1,7 @@
 """An expert block found in a graph, and the numerical check that it is a routed, gated MLP."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from optimus_compiler.runtime.kernels import moe
 
 CHECK_FLOPS = 10**8  # a region above this is checked at reduced sizes
 SMALLEST = 8  # no size is reduced below this many elements (16 bytes of bf16)
+SCALES = (1.0, 30.0)  # of the hidden states
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
@@ -52,54 +54,91 @@ class Roles:
 
 
 def computes_gated_mlp(region: ExpertRegion, roles: Roles) -> bool:
-    """Runs the region on random inputs beside the reference; True where they agree to rounding.
+    """Runs the region and its backward on random inputs beside the reference; True where they agree to rounding.
 
-    A big region is run with batch, hidden and width sizes divided by a common factor, which every size written into
-    its operations is divided by as well: what is checked is which numbers are combined, not their count.
+    Inputs are tried at two scales: what clips or switches at some size agrees with the reference below it. A big region
+    is run at reduced sizes, which every size written into its operations is reduced to as well: what is checked is
+    which numbers are combined how, not their count.
     """
     experts, width, hidden = roles.sizes()
-    length, tokens = region.sequence_length, region.sequence_length * region.micro_batch_size
-    factor = _reduction(region, roles)
-    graded = {length, tokens, tokens * roles.top_k, width, 2 * width, hidden}
-    graded |= {size * experts for size in (tokens, width, 2 * width, hidden)}
-    shrink = {size: size // factor for size in graded} if factor > 1 else {}
-
-    generator = torch.Generator().manual_seed(0)
+    smaller = _reduced_sizes(region, roles)
     order = [*region.parameters, region.indices, *region.floating]
-    values = {node: _random(node, shrink, generator) for node in order}
-    for node in region.parameters:
-        values[node] *= (hidden // factor) ** -0.5
-    few = tokens // factor
-    scores = torch.rand(few, experts, generator=generator)
-    values[region.indices] = scores.topk(roles.top_k, dim=-1).indices
-    with torch.no_grad():
-        found = _Shrunk(_as_module(region, order), shrink).run(*(values[node].clone() for node in order))
-        stacked = torch.stack([values[node] for node in roles.gate_up])
-        gate_up = stacked.reshape(experts, 2, width // factor, hidden // factor)
-        down = torch.stack([values[node] for node in roles.down]).reshape(experts, hidden // factor, width // factor)
-        x = values[roles.x].reshape(few, -1).to(gate_up.dtype)
-        expected = moe(x, values[roles.weights], values[region.indices], gate_up, down)
-    error = (found.reshape(few, -1).double() - expected.double()).norm() / expected.double().norm()
-    return bool(error < TOLERANCE[gate_up.dtype])
+    module = _as_module(region, order)
+    few, width, hidden = (smaller.get(size, size) for size in (_tokens(region), width, hidden))
+
+    def reference(values: dict[fx.Node, Tensor]) -> Tensor:
+        gate_up = torch.stack([values[node] for node in roles.gate_up]).reshape(experts, 2, width, hidden)
+        down = torch.stack([values[node] for node in roles.down]).reshape(experts, hidden, width)
+        x = values[roles.x].reshape(few, hidden).to(gate_up.dtype)
+        return moe(x, values[roles.weights], values[region.indices], gate_up, down)
+
+    def candidate(values: dict[fx.Node, Tensor]) -> Tensor:
+        return _Resized(module, smaller).run(*(values[node] for node in order))
+
+    for scale in SCALES:
+        generator = torch.Generator().manual_seed(0)
+        values = {node: _random(node, smaller, generator) for node in order}
+        for node in region.parameters:
+            values[node] *= hidden**-0.5
+        values[roles.x] *= scale
+        values[region.indices] = torch.rand(few, experts, generator=generator).topk(roles.top_k, dim=-1).indices
+        found, expected = _with_gradients(candidate, values), _with_gradients(reference, values)
+        tolerance = TOLERANCE[values[region.parameters[0]].dtype]
+        if not all(_relative(a, b) < tolerance for a, b in zip(found, expected, strict=True)):
+            return False
+    return True
 
 
-def _reduction(region: ExpertRegion, roles: Roles) -> int:
-    """The power of two by which sequence, hidden and width sizes are divided; 1 for a small region."""
+def _with_gradients(function: Callable[[dict[fx.Node, Tensor]], Tensor], values: dict[fx.Node, Tensor]) -> list[Tensor]:
+    """The result of a function, flattened, and its gradients with respect to every floating-point input."""
+    with torch.enable_grad():
+        leaves = {node: value.clone().requires_grad_(value.is_floating_point()) for node, value in values.items()}
+        result = function(leaves).reshape(-1)
+        cotangent = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result.dtype)
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        gradients = torch.autograd.grad(result, wanted, cotangent, allow_unused=True)
+    return [
+        result.detach(),
+        *(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, wanted, strict=True)),
+    ]
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def _tokens(region: ExpertRegion) -> int:
+    return region.micro_batch_size * region.sequence_length
+
+
+def _reduced_sizes(region: ExpertRegion, roles: Roles) -> dict[int, int]:
+    """Every size that can be written into a region -> the size to check it at; empty for a small region.
+
+    Hidden and width sizes are divided by a power of two, the sequence becomes short; where one number stands for two
+    sizes (512 tokens of 512 elements), both must be reduced to one number.
+    """
     experts, width, hidden = roles.sizes()
-    rows = region.micro_batch_size * region.sequence_length * roles.top_k
-    factor, common = 1, math.gcd(region.sequence_length, width, hidden)
-    if 6 * rows * width * hidden <= CHECK_FLOPS:
-        return 1
-    while common % (2 * factor) == 0 and common // (2 * factor) >= SMALLEST:
-        factor *= 2
-    fixed = {experts, roles.top_k, region.micro_batch_size}
-    scaled = {region.sequence_length, width, 2 * width, hidden, region.micro_batch_size * region.sequence_length}
-    return 1 if fixed & scaled else factor
+    batch, length, top_k = region.micro_batch_size, region.sequence_length, roles.top_k
+    if 6 * _tokens(region) * top_k * width * hidden <= CHECK_FLOPS:
+        return {}
+    common = math.gcd(width, hidden)
+    factors = [2**i for i in range(common.bit_length()) if common % 2**i == 0 and common // 2**i >= SMALLEST]
+    for factor in reversed(factors):
+        short = [hidden // factor, width // factor, 2 * width // factor]
+        for steps in (SMALLEST, *(size // batch for size in short if size % batch == 0), length):
+            pairs = [(size, size) for size in (batch, experts, top_k)]
+            pairs += [(size, size // factor) for size in (width, 2 * width, hidden)]
+            pairs += [(length * n, steps * n) for n in (1, batch, batch * top_k)]
+            pairs += [(a * experts, b * experts) for a, b in pairs[3:]]
+            sizes = dict(pairs)
+            if 0 < steps <= length and all(sizes[size] == reduced for size, reduced in pairs):
+                return sizes
+    return {}
 
 
-def _random(node: fx.Node, shrink: dict[int, int], generator: torch.Generator) -> Tensor:
+def _random(node: fx.Node, smaller: dict[int, int], generator: torch.Generator) -> Tensor:
     value = tensor_of(node)
-    shape = [shrink.get(int(size), int(size)) for size in value.shape]
+    shape = [smaller.get(int(size), int(size)) for size in value.shape]
     if not value.dtype.is_floating_point:
         return torch.zeros(shape, dtype=value.dtype)
     return torch.randn(shape, generator=generator).to(value.dtype)
@@ -115,18 +154,18 @@ def _as_module(region: ExpertRegion, order: list[fx.Node]) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
-class _Shrunk(fx.Interpreter):
-    """Runs a graph on cpu with every size of `shrink` replaced, wherever it is written as a number."""
+class _Resized(fx.Interpreter):
+    """Runs a graph on cpu with other sizes, wherever they are written as numbers."""
 
-    def __init__(self, module: fx.GraphModule, shrink: dict[int, int]):
+    def __init__(self, module: fx.GraphModule, sizes: dict[int, int]):
         super().__init__(module)
-        self.shrink = shrink
+        self.sizes = sizes
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return map_aggregate(args, self._small), map_aggregate(kwargs, self._small)
+        return map_aggregate(args, self._resize), map_aggregate(kwargs, self._resize)
 
-    def _small(self, value: Any) -> Any:
+    def _resize(self, value: Any) -> Any:
         if type(value) is int:
-            return self.shrink.get(value, value)
+            return self.sizes.get(value, value)
         return torch.device("cpu") if isinstance(value, torch.device) else value

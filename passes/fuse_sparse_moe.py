@@ -17,6 +17,7 @@ from optimus_compiler.program import ParameterSpec, Program, Segment, Source
 aten = torch.ops.aten
 EXPERTS = re.compile(r"(.*)\.experts(\.\d+)?(?:\.|$)")
 BLANKS = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
+SUMS = {aten.index_add.default, aten.index_add_.default}
 VIEWS = {aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int}
 
 
@@ -86,6 +87,8 @@ def _find_regions(program: Program, segment: Segment) -> list[ExpertRegion]:
     for path, nodes in parts.items():
         if path in loops:
             nodes |= _after_choice(segment, path)
+        if any(node.target is torch.ops.optimus.index_tokens.default for node in nodes):
+            continue  # fused already
         _absorb_feeders(segment, path, nodes)
         regions.append(_interface(program, segment, path, nodes, path in loops))
     return regions
@@ -102,7 +105,20 @@ def _after_choice(segment: Segment, path: str) -> set[fx.Node]:
     for node in block:
         if any(source is indices[0] or source in after for source in node.all_input_nodes):
             after.add(node)
-    return after
+    # the sum over experts ends the region: a shared expert may be added to it
+    last_sum = next((n for n in reversed(block) if n in after and n.target in SUMS), None)
+    return after & _ancestors(last_sum) if last_sum else after
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and everything it depends on."""
+    found, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
 
 
 def _absorb_feeders(segment: Segment, path: str, nodes: set[fx.Node]) -> None:
@@ -185,11 +201,20 @@ def _merge(
     """
     like = tensor_of(old[0])
     with graph.inserting_before(old[0]):
-        merged = graph.placeholder(name)
+        merged = graph.placeholder(f"{name}_{len(graph.nodes)}")  # a name of its own: a graph may hold several blocks
     with program.fake_mode:
         merged.meta["val"] = torch.empty(shape, dtype=like.dtype, device=like.device)
     for parameter_of in names:
+        missing = [parameter_of[node] for node in old if parameter_of[node] not in program.parameters]
+        if missing:
+            raise PassError(
+                f"{missing[0]} belongs to two expert blocks: experts shared between layers are not supported"
+            )
         specs = [program.parameters[parameter_of[node]] for node in old]
+        if len({spec.trainable for spec in specs}) > 1:
+            raise PassError(
+                f"{specs[0].name} and the experts beside it are stored as one parameter: freeze all or none"
+            )
         block = specs[0].name.rpartition(".experts.")[0]
         parameter_of[merged] = f"{block}.experts.{name}"
         program.replace_parameters([spec.name for spec in specs], ParameterSpec(

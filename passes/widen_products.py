@@ -14,6 +14,8 @@ aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.matmul.default, aten.bmm.default, aten.mm.default,
             aten.scaled_dot_product_attention.default}  # fmt: skip
 
+TRANSPOSED = {aten.linear.default, aten.scaled_dot_product_attention.default}  # the second operand is [N, K]
+
 
 @dataclass(frozen=True)
 class WidenProducts(Pass):
@@ -22,8 +24,11 @@ class WidenProducts(Pass):
     1. Find the matrix products and attentions whose operands are in a dtype that this machine has no fast product for.
     2. Cast the operands to fp32, multiply, cast the result back: rounded once, so never less exact. Backward follows.
 
-    What is saved for backward stays bf16: the partitioner casts again instead of saving fp32 copies.
+    What is saved for backward stays bf16: the partitioner casts again instead of saving fp32 copies. Products of fewer
+    than `smallest` multiplications are left alone: they cost nothing either way.
     """
+
+    smallest: int = 2**22
 
     def run(self, program: Program) -> PassReport:
         matches = 0
@@ -32,7 +37,7 @@ class WidenProducts(Pass):
             for node in [n for n in graph.nodes if n.target in PRODUCTS]:
                 dtype = tensor_of(node).dtype
                 wide = matmul_dtype(tensor_of(node))
-                if wide == dtype:
+                if wide == dtype or _multiplications(node) < self.smallest:
                     continue
                 with graph.inserting_before(node):
                     node.args = tuple(self._cast(program, graph, argument, dtype, wide) for argument in node.args)
@@ -51,3 +56,9 @@ class WidenProducts(Pass):
         if isinstance(argument, fx.Node) and tensor_of(argument).dtype == narrow:
             return insert(program, graph, aten.to.dtype, argument, wide, like=argument)
         return argument
+
+
+def _multiplications(node: fx.Node) -> int:
+    """Of a product [..., M, K] x [K, N], M * K * N and so on; of attention, those of queries with keys."""
+    first, second = (tensor_of(argument) for argument in node.args[:2])  # type: ignore[arg-type]
+    return first.numel() * (second.shape[-2] if node.target in TRANSPOSED else second.shape[-1])

@@ -120,6 +120,57 @@ def test_a_frozen_parameter_is_not_trainable() -> None:
     assert "model.embed_tokens.weight" in compiled.full_state_dict()
 
 
+class Remembers(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.get_buffer("calls").add_(1)
+        return self.inner(x)
+
+
+class Noisy(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x + torch.rand_like(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Remembers, r"writes to .*calls"), (Noisy, r"layers\.0\.mlp draws random numbers")]
+)
+def test_state_and_randomness_are_refused(kind: Any, message: str) -> None:
+    model: Any = ours(olmo_config())
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    with pytest.raises(optimus.CaptureError, match=message):
+        captured(model)
+
+
+def test_a_model_without_a_list_of_layers_is_one_function_and_says_so() -> None:
+    model: Any = ours(olmoe_config())
+    model.model.blocks, model.model.layers = model.model.layers, None
+    model.model.forward = _over_blocks.__get__(model.model)
+    compiled = optimus.compile(model, sequence_length=8, backend="eager")
+    assert "the model is one function" in compiled.explain()
+    ids = torch.arange(8)[None]
+    expected = model(input_ids=ids, labels=ids.clone(), output_router_logits=True).loss
+    torch.testing.assert_close(compiled(ids, ids.clone()).loss, expected)
+
+
+def _over_blocks(self: Any, ids: Tensor, attention_mask: Any, position_ids: Any) -> Any:
+    x = self.embed_tokens(ids)
+    rope = self.rotary_emb(torch.arange(ids.shape[1])[None], x.dtype)
+    router_logits = []
+    for block in self.blocks:
+        x, logits = block(x, rope, None)
+        router_logits.append(logits)
+    return self.norm(x), tuple(router_logits)
+
+
 class Dropped(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

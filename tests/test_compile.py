@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 import optimus_compiler as optimus
-from optimus_compiler.models import OlmoeConfig
 from optimus_compiler.passes import Canonicalise, CausalMask, FuseLoss, FuseSparseMoE, PassPipeline
-from tests.models.twins import SIZES, olmo_config, olmoe_config, ours, relative_error, theirs, twins
-from tests.parity import assert_parity, compile_for, random_ids, reference_step, worst_gradient
+from tests.models.twins import SIZES, gradients, olmo_config, olmoe_config, ours, relative_error, theirs, twins
+from tests.parity import assert_parity, compile_for, random_ids, worst_gradient
 from tests.v4_block import with_v4_blocks
 
 V = SIZES["vocab_size"]
@@ -164,13 +163,13 @@ def test_forty_repeats_give_one_loss() -> None:
     assert len({float(compiled.train_step(ids, labels).loss) for _ in range(40)}) == 1
 
 
-def test_skewed_routing_never_recompiles() -> None:
+def test_skewed_routing_never_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 steps in which the experts' token counts change every time, up to all tokens on one expert."""
     model = ours(olmoe_config(num_experts=8, num_experts_per_tok=1))
     ids, labels = random_ids(V, 2, 16)
     compiled = compile_for(model, ids)
     compiled.train_step(ids, labels)
-    functions = dict(compiled._functions)
+    monkeypatch.setattr("optimus_compiler.compiled.lower", None)  # another compilation would fail
     torch._dynamo.utils.counters.clear()
     counts = set()
     for step in range(20):
@@ -183,8 +182,7 @@ def test_skewed_routing_never_recompiles() -> None:
         assert found is not None
         counts.add(tuple(found.tolist()))
     assert len(counts) == 20
-    assert compiled._functions == functions
-    assert not torch._dynamo.utils.counters["stats"]
+    assert not torch._dynamo.utils.counters["aot_autograd"]
 
 
 PASSES = (Canonicalise(), CausalMask(), FuseSparseMoE(), FuseLoss(logits_limit=0))
@@ -250,35 +248,56 @@ def test_other_transformers_moe_models(name: str) -> None:
         assert "layer 1 is not the same function as layer 0" in compiled.explain()
 
 
-@pytest.mark.parametrize(
-    ("config", "implementations"),
-    [(olmoe_config(intermediate_size=16), ("eager", "grouped_mm")), (olmo_config(), ("eager",))],
-    ids=["moe", "dense"],
-)
-def test_bf16_is_as_close_to_fp32_as_transformers(config: OlmoeConfig, implementations: tuple[str, ...]) -> None:
-    """Error against the fp32 run at most 1.25 times the larger of transformers' own two (eager, grouped_mm)."""
+@pytest.mark.parametrize("dense", [False, True])
+def test_bf16_is_as_close_to_fp32_as_transformers(dense: bool) -> None:
+    """Error against the fp32 run at most 1.25 times the larger of transformers' own two (eager, grouped_mm).
+
+    Given the same choice of experts: where rounding flips a near tie, an error says nothing. Over several batches: one
+    scalar of one batch may happen to be rounded well.
+    """
+    config = olmo_config() if dense else olmoe_config(intermediate_size=16, output_router_logits=False)
     model, exact = twins(config)
-    ids, labels = random_ids(V, 2, 16)
-    reference_step(exact, ids, labels)
-    errors: list[dict[str, float]] = []
-    for experts in implementations:
-        rounded = theirs(config, experts)
-        rounded.load_state_dict(model.state_dict())
-        inverse_frequencies = rounded.model.rotary_emb.inv_freq.clone()
-        rounded.to(torch.bfloat16)
-        rounded.model.rotary_emb.inv_freq = inverse_frequencies  # from_pretrained keeps it fp32
-        out = reference_step(rounded, ids, labels)
-        errors.append({n: relative_error(p.grad, exact.get_parameter(n).grad) for n, p in rounded.named_parameters()})
-        errors[-1]["loss"] = relative_error(out.loss, reference_step(exact, ids, labels).loss)
-    compiled = compile_for(model.to(torch.bfloat16), ids)
-    expected = reference_step(exact, ids, labels)
-    out = compiled(ids, labels)
-    out.loss.backward()
-    found = compiled.full_gradients()
-    for name, parameter in exact.named_parameters():
-        limit = 1.25 * max(error[name] for error in errors)
-        assert relative_error(found[name], parameter.grad) <= limit, name
-    assert relative_error(out.loss, expected.loss) <= max(1e-6, 1.25 * max(error["loss"] for error in errors))
+    options: dict[str, Any] = {} if dense else {"force_uniform_routing": True, "aux_loss": False}
+    compiled = compile_for(model.bfloat16(), random_ids(V, 2, 16)[0], **options)
+    references = {form: in_bf16(config, exact.state_dict(), form) for form in ["eager", "grouped_mm"][: 2 - dense]}
+    for original in (exact, *references.values()) if not dense else ():
+        for layer in original.model.layers:
+            layer.mlp.gate.register_forward_hook(uniform_choice)
+
+    def step(form: str, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if form == "compiled":
+            compiled.zero_grad()
+            loss = compiled(ids, labels).loss
+            loss.backward()
+            return {"loss": loss.detach(), **compiled.full_gradients()}
+        rounded = exact if form == "exact" else references[form]
+        rounded.zero_grad()
+        loss = rounded(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        return {"loss": loss.detach(), **{n: g.clone() for n, g in gradients(rounded).items()}}
+
+    batches = [random_ids(V, 2, 16, seed) for seed in range(32)]
+    exact_steps = [step("exact", *batch) for batch in batches]
+    errors: dict[str, dict[str, float]] = {}
+    for form in ("compiled", *references):
+        steps = [step(form, *batch) for batch in batches]
+        stacked = {
+            name: [torch.stack([one[name].float() for one in many]) for many in (steps, exact_steps)]
+            for name in steps[0]
+        }
+        errors[form] = {name: relative_error(*pair) for name, pair in stacked.items()}
+    for name, error in errors.pop("compiled").items():
+        assert error <= 1.25 * max(other[name] for other in errors.values()), name
+
+
+def in_bf16(config: Any, state: dict[str, Tensor], experts: str) -> Any:
+    """transformers' model in bf16 with the given weights and rope frequencies in fp32, as from_pretrained does."""
+    rounded = theirs(config, experts)
+    rounded.load_state_dict(state)
+    inverse_frequencies = rounded.model.rotary_emb.inv_freq.clone()
+    rounded.to(torch.bfloat16)
+    rounded.model.rotary_emb.inv_freq = inverse_frequencies
+    return rounded
 
 
 def test_a_shorter_batch_is_padded_and_cut() -> None:
@@ -308,6 +327,72 @@ def test_train_step_is_the_mean_over_micro_batches() -> None:
     before = [bucket.gradients.clone() for bucket in compiled.buckets]
     assert relative_error(compiled.eval_step(ids, labels).loss, step.loss) <= 1e-6
     assert all(torch.equal(a, bucket.gradients) for a, bucket in zip(before, compiled.buckets, strict=True))
+
+
+@pytest.mark.parametrize("first", ["eval_step", "no_grad", "inference_mode"])
+def test_evaluating_first_does_not_spoil_training(first: str) -> None:
+    model, reference = twins(olmoe_config())
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(model, ids)
+    if first == "eval_step":
+        compiled.eval_step(ids, labels)
+    else:
+        with torch.no_grad() if first == "no_grad" else torch.inference_mode():
+            assert not compiled(ids, labels, return_logits=True).logits.requires_grad
+    assert_parity(compiled, reference, ids, labels)
+    expected = torch.autograd.grad(reference(input_ids=ids).logits.sum(), reference.lm_head.weight)[0]
+    found = torch.autograd.grad(compiled(ids).logits.sum(), compiled.get_parameter("lm_head.weight"))[0]
+    assert relative_error(found, expected) <= 1e-5
+
+
+def test_inputs_of_another_dtype_or_layout_are_the_same_inputs() -> None:
+    """Compiled code reads memory as it was captured: inputs are brought to that form or refused."""
+    model = ours(olmoe_config(num_hidden_layers=1))
+    ids, labels = random_ids(V, 2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    compiled = compile_for(model, ids, {"attention_mask": mask}, backend="inductor")
+    expected = compiled(ids, labels, attention_mask=mask).loss
+    for variant in (mask.bool(), mask.int(), mask.t().contiguous().t()):
+        assert torch.equal(compiled(ids, labels, attention_mask=variant).loss, expected)
+    assert torch.equal(compiled(ids.int(), labels.t().contiguous().t(), attention_mask=mask).loss, expected)
+    with pytest.raises(ValueError, match=r"attention_mask is torch\.float32: give integers"):
+        compiled(ids, labels, attention_mask=mask.float())
+
+
+def test_the_original_and_the_compiled_model_share_no_memory() -> None:
+    model: Any = ours(olmoe_config())
+    model.model.embed_tokens.weight.requires_grad_(False)
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(model, ids, backend="eager")
+    before = compiled(ids, labels).loss
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert torch.equal(compiled(ids, labels).loss, before)
+    compiled.load_state_dict({name: torch.zeros_like(value) for name, value in compiled.state_dict().items()})
+    assert model.model.embed_tokens.weight.abs().sum() > 0
+
+
+def test_weights_stay_in_their_buckets() -> None:
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(ours(olmoe_config()), ids, backend="eager")
+    with pytest.raises(RuntimeError, match="cast or move the model before compile"):
+        compiled.to(torch.bfloat16)
+    compiled.train_step(ids, labels)
+    compiled.zero_grad()
+    assert not any(bucket.gradients.any() for bucket in compiled.buckets)
+    compiled.train_step(ids, labels)
+    assert all(bucket.gradients.any() for bucket in compiled.buckets)
+
+
+def test_partly_frozen_experts_are_refused() -> None:
+    """v4 experts are stored as one parameter, which is trainable or not."""
+    model: Any = ours(olmoe_config())
+    model = with_v4_blocks(model)
+    model.model.layers[0].mlp.experts[0].requires_grad_(False)
+    with pytest.raises(optimus.PassError, match="freeze all or none"):
+        compile_for(model, random_ids(V, 2, 8)[0])
 
 
 def test_aux_loss_can_be_dropped() -> None:
@@ -364,9 +449,13 @@ def test_check_accepts_the_right_program_and_refuses_a_wrong_one() -> None:
     ids, labels = random_ids(V, 2, 8)
     for dtype in (torch.float32, torch.bfloat16):
         compile_for(ours(olmoe_config()).to(dtype), ids, check=True).train_step(ids, labels)
+    without_aux = compile_for(ours(olmoe_config()), ids, check=True, aux_loss=False)
+    without_aux.eval_step(ids, labels)
+    without_aux(ids, torch.full_like(labels, -100))  # no label counts: both losses are NaN
     compiled = compile_for(ours(olmoe_config()), ids, check=True, force_uniform_routing=True)
-    with pytest.raises(optimus.CheckError, match="differs from the original module's"):
-        compiled.train_step(ids, labels)
+    for _ in range(2):  # it does not train on after a refusal
+        with pytest.raises(optimus.CheckError, match="differs from the original module's"):
+            compiled.train_step(ids, labels)
 
 
 def test_gradients_of_bf16_weights_can_be_kept_in_fp32() -> None:
@@ -390,6 +479,9 @@ def test_gradients_of_bf16_weights_can_be_kept_in_fp32() -> None:
         ({"inputs": ("labels", "input_ids")}, "must begin with"),
         ({"inputs": ("input_ids", "labels", "token_type_ids")}, "may also take attention_mask"),
         ({"micro_batches": 0}, "must be at least 1"),
+        ({"backend": "Inductor"}, "backend='Inductor' is unknown: choose one of inductor, aot_eager, eager"),
+        ({"kernels": "fast"}, "kernels='fast' is unknown"),
+        ({"passes": [Canonicalise()]}, "passes is a list: give PassPipeline"),
     ],
 )
 def test_compile_refuses(options: dict[str, Any], message: str) -> None:
@@ -440,4 +532,5 @@ def uniform_choice(module: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -
     logits, _, indices = out
     tokens, top_k = indices.shape
     chosen = (torch.arange(tokens)[:, None] + torch.arange(top_k)) % logits.shape[1]
-    return logits, torch.softmax(logits, dim=-1).gather(1, chosen), chosen
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, chosen)
+    return logits, weights.to(logits.dtype), chosen

@@ -49,6 +49,40 @@ def test_in_place_stays_while_its_storage_is_read_under_another_name() -> None:
     assert "copy_.default" in check(written_through_a_view, rand(3, 4))
 
 
+def test_a_write_through_one_of_several_views_is_seen() -> None:
+    def chunks(x: Tensor) -> Tensor:
+        y = x.relu()
+        first, _ = y.chunk(2)
+        first.mul_(3.0)
+        return y
+
+    def rows(x: Tensor) -> Tensor:
+        y = x.relu()
+        y.unbind(0)[1].zero_()
+        return y
+
+    assert "mul_.Tensor" in check(chunks, rand(4, 3))
+    assert "zero_.default" in check(rows, rand(4, 3))
+
+
+def test_a_copy_stays_while_something_writes_to_either_side() -> None:
+    def copy_written(x: Tensor) -> Tensor:
+        y = x.relu()
+        z = y.to(torch.float32, copy=True)
+        z.add_(1.0)
+        return y + z
+
+    def source_written(x: Tensor) -> Tensor:
+        y = x.relu()
+        z = y.clone()
+        y.add_(1.0)
+        return y + z
+
+    assert "relu.default" in check(copy_written, rand(3))
+    assert "clone.default" in check(source_written, rand(3))
+    assert check(lambda x: x.relu().clone().neg(), rand(3)) == ["relu.default", "neg.default"]
+
+
 def test_a_dead_write_goes_with_what_only_it_reads() -> None:
     def dead(x: Tensor) -> Tensor:
         scratch = torch.zeros_like(x)

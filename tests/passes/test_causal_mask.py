@@ -52,6 +52,22 @@ def test_a_constant_window_is_refused() -> None:
         PIPELINE.run(program)
 
 
+def test_a_mask_that_only_discourages_is_refused() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, torch.full((S, S), -1.0).triu(1))
+
+    with pytest.raises(PassError, match="a constant that is not causal"):
+        PIPELINE.run(small_program(function, Q, K, V))
+
+
+def test_attention_that_sees_later_tokens_is_refused() -> None:
+    """Padding on the right would change what comes before it."""
+    program = small_program(F.scaled_dot_product_attention, Q, K, V)
+    program.sequence_length = S
+    with pytest.raises(PassError, match="sees later tokens"):
+        PIPELINE.run(program)
+
+
 def test_a_mask_from_an_input_stays() -> None:
     program = small_program(F.scaled_dot_product_attention, Q, K, V, causal()[None, None])
     key = program.segments[0].key

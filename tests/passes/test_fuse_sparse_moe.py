@@ -100,8 +100,12 @@ def test_big_regions_are_checked_at_reduced_sizes() -> None:
     )
     with torch.device("meta"):
         model = OlmoeForCausalLM(config)
-    program = optimus.capture(model, sequence_length=4096, micro_batch_size=2)
+    program = optimus.capture(model, sequence_length=4095, micro_batch_size=2)
     assert PIPELINE.run(program)[-1].matches == 1
+    layers: Any = model.model.layers
+    layers[0].mlp.experts = OtherExperts(layers[0].mlp.experts, "gelu")
+    with pytest.raises(PassError, match=r"^model.layers.0.mlp.experts does not compute"):
+        PIPELINE.run(optimus.capture(model, sequence_length=1024, micro_batch_size=2))  # as many tokens as elements
 
 
 class OtherExperts(nn.Module):
@@ -112,24 +116,28 @@ class OtherExperts(nn.Module):
         self.gate_up_proj, self.down_proj, self.kind = inner.gate_up_proj, inner.down_proj, kind
 
     def forward(self, x_TH: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.kind == "detached":
+            x_TH = x_TH.detach()
         weights_TE = torch.zeros(x_TH.shape[0], self.down_proj.shape[0]).scatter(1, indices_TK, weights_TK)
         gate, up = torch.bmm(x_TH.expand(self.down_proj.shape[0], -1, -1), self.gate_up_proj.transpose(1, 2)).chunk(
             2, -1
         )
         if self.kind == "up first":
             gate, up = up, gate
+        if self.kind == "clamped":
+            gate = gate.clamp(max=7)
         hidden = (F.gelu(gate) if self.kind == "gelu" else F.silu(gate)) * up
         if self.kind == "square weights":
             weights_TE = weights_TE**2
         return (torch.bmm(hidden, self.down_proj.transpose(1, 2)) * weights_TE.t()[..., None]).sum(0)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "up first", "square weights"])
+@pytest.mark.parametrize("kind", ["gelu", "up first", "square weights", "clamped", "detached"])
 def test_experts_that_compute_something_else_are_refused(kind: str) -> None:
     model = sparse()
     for layer in model.model.layers:
         layer.mlp.experts = OtherExperts(layer.mlp.experts, kind)
-    with pytest.raises(PassError, match=r"layers.0.mlp.experts does not compute down\(silu"):
+    with pytest.raises(PassError, match=r"^model.layers.0.mlp.experts does not compute down\(silu"):
         PIPELINE.run(captured(model))
 
 

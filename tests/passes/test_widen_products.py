@@ -8,7 +8,7 @@ from torch import Tensor
 from optimus_compiler.passes import PassPipeline, WidenProducts, widen_products
 from tests.passes.small import operations, rand, run, small_program
 
-PIPELINE = PassPipeline((WidenProducts(),))
+PIPELINE = PassPipeline((WidenProducts(smallest=0),))
 X, W, B = (
     rand(6, 8, dtype=torch.bfloat16),
     rand(5, 8, seed=1, dtype=torch.bfloat16),
@@ -53,6 +53,18 @@ def test_attention_keeps_its_options(no_bf16_products: None) -> None:
     program = small_program(attend, q)
     assert PIPELINE.run(program)[0].matches == 1
     assert torch.equal(run(program, q)[0], attend(q.float()).bfloat16())
+
+
+def test_small_products_are_left_alone(no_bf16_products: None) -> None:
+    products = [
+        (F.linear, X, W, 6 * 8 * 5),
+        (torch.matmul, X, W.t().contiguous(), 6 * 8 * 5),
+        (lambda q, k: F.scaled_dot_product_attention(q, k, k), X.view(1, 1, 6, 8), W.view(1, 1, 5, 8), 6 * 8 * 5),
+    ]
+    for function, a, b, count in products:
+        for smallest, matches in ((count, 1), (count + 1, 0)):
+            program = small_program(function, a, b)
+            assert PassPipeline((WidenProducts(smallest=smallest),)).run(program)[0].matches == matches
 
 
 def test_fp32_and_machines_with_bf16_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
