@@ -16,28 +16,30 @@ def explain(
 ) -> None:
     """Show what the passes do to a model.
 
-    Every pass with what it matched and the nodes before and after; needs no data and compiles nothing.
+    Every pass with what it matched and the nodes before and after; needs no data, allocates no weights and compiles
+    nothing. The passes are those of one process: a [mesh] is not applied, and the output says so.
 
     \b
     Example:
-      optimus explain mula-7b-a1b --set mesh.dp=1 --set model.overrides.num_hidden_layers=2 --graph
+      optimus explain mula-7b-a1b --set model.overrides.num_hidden_layers=2 --graph
     """
     from optimus_compiler.capture import capture
-    from optimus_compiler.config import load_config, refuse_unsupported
+    from optimus_compiler.config import load_config
     from optimus_compiler.explain import explain as explain_program
+    from optimus_compiler.mesh import Mesh
     from optimus_compiler.passes import PassOptions, default_passes
-    from optimus_compiler.runtime.trainer import check_mesh, load_model_config, plain_model
+    from optimus_compiler.runtime.trainer import load_model_config, plain_model
 
     settings = load_config(config, overrides or ())
-    mesh = check_mesh(settings)
-    refuse_unsupported(settings)
     model_config = load_model_config(settings.model)
     program = capture(
         plain_model(settings, model_config),
         sequence_length=settings.train.sequence_length or model_config.max_position_embeddings,
         micro_batch_size=settings.train.micro_batch_size,
     )
-    program.mesh = mesh
-    pipeline = default_passes(mesh, PassOptions(force_uniform_routing=settings.train.force_uniform_routing))
+    pipeline = default_passes(program.mesh, PassOptions(force_uniform_routing=settings.train.force_uniform_routing))
     pipeline.run(program)
     print(explain_program(program, pipeline, graph))
+    wanted = settings.mesh
+    if (wanted.pp, wanted.dp, wanted.ep, wanted.tp) != tuple(Mesh().sizes().values()):
+        print(f"\nnot applied: mesh pp={wanted.pp} dp={wanted.dp} ep={wanted.ep} tp={wanted.tp} of {config}")

@@ -83,8 +83,10 @@ def test_explain_prints_passes_and_graphs(optimus: Run, tiny: Path) -> None:
     assert (code, err) == (0, "")
     assert "FuseSparseMoE" in out
     assert "grouped_mlp" not in out
-    code, out, err = optimus("explain", tiny / "tiny.toml", "--set", "train.sequence_length=16", "--graph")
+    options = ("--set", "train.sequence_length=16", "--set", "mesh.dp=4", "--graph")
+    code, out, err = optimus("explain", tiny / "tiny.toml", *options)
     assert (code, err) == (0, "")
+    assert "not applied: mesh pp=1 dp=4 ep=1 tp=1" in out
     assert out.count("class GraphModule") == 4  # const, embed, one layer for both, head
     assert "torch.ops.optimus.grouped_mlp" in out
 
