@@ -7,17 +7,11 @@ from torch import Tensor, fx
 
 from optimus_compiler.graphs import is_view, storage_root, writes_in_place
 from optimus_compiler.passes.base import Pass, PassReport
+from optimus_compiler.passes.rewrite import CASTS
 from optimus_compiler.program import Program
 
 aten = torch.ops.aten
 
-CASTS = {
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.alias.default,
-    aten.contiguous.default,
-}
 COPIES = {aten._to_copy.default, aten.lift_fresh_copy.default, aten.clone.default}
 CHECKS = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 

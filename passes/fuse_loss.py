@@ -6,19 +6,11 @@ import torch
 from torch import fx
 
 from optimus_compiler.passes.base import Pass, PassReport
-from optimus_compiler.passes.rewrite import insert, tensor_of, unpack
+from optimus_compiler.passes.rewrite import CASTS, insert, tensor_of, unpack
 from optimus_compiler.program import Program
 
 aten = torch.ops.aten
-SHAPES_AND_CASTS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.contiguous.default,
-}
+SHAPES_AND_CASTS = CASTS | {aten.view.default, aten.reshape.default, aten._to_copy.default}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,15 @@ from optimus_compiler.program import Program
 
 aten = torch.ops.aten
 
+# operations that may change a value's dtype, device or strides, or nothing at all
+CASTS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.alias.default,
+    aten.contiguous.default,
+}
+
 
 def insert(program: Program, graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
     """Adds a call at the graph's insertion point, with its fake value, as part of the module that `like` is part of."""
