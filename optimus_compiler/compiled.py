@@ -1,7 +1,7 @@
 """CompiledModel: runs a program's segments in order; parameters are views of flat buckets."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -371,8 +371,7 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
     """A copy of a segment that computes only some of its outputs, with the gradient marks that remain."""
     names = (*segment.parameters, *segment.inputs)
-    values = {f.name: getattr(segment, f.name) for f in fields(segment)}
-    copy = Segment(**{**values, "graph": copy_graph(segment.graph)})
+    copy = replace(segment, graph=copy_graph(segment.graph))
     keep_outputs([copy], [i for i, name in enumerate(segment.outputs) if name in results])
     mark_of = dict(zip(names, marks, strict=True))
     return copy, tuple(mark_of[name] for name in (*copy.parameters, *copy.inputs))

@@ -50,8 +50,15 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> 
 
 def _inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
-    return compile_fx(graph, examples)  # type: ignore[return-value]
+    # Inductor would add up an embedding's gradient with atomics, in another order each time; aten's own is deterministic
+    table = {
+        op: rule
+        for op, rule in select_decomp_table().items()
+        if op is not torch.ops.aten.embedding_dense_backward.default
+    }
+    return compile_fx(graph, examples, decompositions=table)  # type: ignore[return-value]
 
 
 def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
