@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -165,16 +165,6 @@ class Program:
         """Operations in the program, each layer counted."""
         return sum(sum(node.op == "call_function" for node in s.graph.graph.nodes) for s in self.segments)
 
-    def values(self) -> dict[str, Tensor]:
-        """The fake tensor of every value: program inputs (as first read) and segment outputs."""
-        found: dict[str, Tensor] = {}
-        for segment in self.segments:
-            for name, node in zip(segment.inputs, segment.placeholders()[len(segment.parameters) :], strict=True):
-                found.setdefault(name, node.meta["val"])
-            for name, node in zip(segment.outputs, segment.results(), strict=True):
-                found[name] = node.meta["val"]
-        return found
-
     def constant_values(self) -> dict[str, Tensor]:
         """Runs the const segment: rope tables, masks and zero accumulators, which depend on no input and no weight."""
         values: dict[str, Tensor] = {}
@@ -195,10 +185,6 @@ class Program:
             elif name not in old:
                 table[name] = spec
         self.parameters = table
-
-    def update_parameter(self, name: str, **changes: Any) -> None:
-        """Changes fields of one parameter's entry."""
-        self.parameters[name] = replace(self.parameters[name], **changes)
 
     def prune(self) -> None:
         """Drops what nobody reads: dead nodes, outputs, inputs and parameters of segments, until nothing changes."""
