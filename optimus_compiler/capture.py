@@ -32,6 +32,7 @@ def capture(
     micro_batch_size: int = 1,
     inputs: tuple[str, ...] = ("input_ids", "labels"),
     aux_loss: bool = True,
+    device: torch.device | None = None,
 ) -> Program:
     """Captures forward, loss and pooled auxiliary loss of one micro-batch [micro_batch_size, sequence_length].
 
@@ -40,6 +41,8 @@ def capture(
     over layers; absent for dense models) and logits [B, S, V]. Where there is an auxiliary loss the program has one
     more input, `valid` ([B, S] bool), which says what is not padding.
 
+    device: where a model on the meta device will run (default: cpu); any other runs where its parameters are.
+
     Raises CaptureError, naming the module and the cause, and ValueError for inputs that are not known.
     """
     _check_inputs(inputs)
@@ -47,11 +50,11 @@ def capture(
         raise CaptureError(
             f"{type(model).__name__} has no config and loss_function: give a Hugging Face-style causal LM"
         )
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), device or torch.device("cpu"))
     wrapper = _Training(model, tuple(name for name in inputs if name != "document_ids"), aux_loss)
     example = _example_inputs(wrapper.names, micro_batch_size, sequence_length, device)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _as_captured(model), _values_of_buffers(model), _fake_parameters(model, mode):
+    with _as_captured(model), _values_of_buffers(model), _fake_parameters(model, mode, device):
         with _quiet():
             try:
                 exported = torch.export.export(wrapper, tuple(example), strict=True)
@@ -208,8 +211,8 @@ def _traceable_experts(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Swaps every parameter for a FakeTensor of its shape, on its device (cpu for meta), and swaps it back.
+def _fake_parameters(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """Swaps every parameter for a FakeTensor of its shape, on its device (`device` for meta), and swaps it back.
 
     Meta parameters would lose the gradient of cross entropy silently; real ones would cost memory for big models.
     """
@@ -221,9 +224,9 @@ def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                 if parameter is None:
                     continue
                 if parameter not in fake:
-                    device = "cpu" if parameter.is_meta else parameter.device
+                    place = device if parameter.is_meta else parameter.device
                     with mode:
-                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=place)
                         fake[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 real.append((module, name, parameter))
                 module._parameters[name] = fake[parameter]

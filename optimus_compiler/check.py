@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from optimus_compiler.capture import is_transformers
+from optimus_compiler.mesh import Mesh
 from optimus_compiler.program import TRAINING
+from optimus_compiler.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from optimus_compiler.compiled import CompiledModel
@@ -57,7 +59,13 @@ def _compiled_gradients(compiled: "CompiledModel", inputs: dict[str, Tensor]) ->
     with torch.enable_grad():
         loss = compiled.run(compiled.pad(inputs), TRAINING)["loss"]
         gradients = torch.autograd.grad(loss, list(parameters.values()))
-    return loss.detach(), compiled.in_model_names(dict(zip(parameters, gradients, strict=True)))
+    mesh = compiled.program.mesh
+    means = {
+        name: all_reduce(gradient, mesh.group(*compiled.program.parameters[name].replicated()))
+        / mesh.size_of("dp", "ep", "tp")
+        for name, gradient in zip(parameters, gradients, strict=True)
+    }
+    return _mean(loss.detach(), mesh), compiled.weights.full(means)
 
 
 def _original_gradients(
@@ -80,4 +88,10 @@ def _original_gradients(
     with torch.enable_grad():
         out = torch.func.functional_call(model, state, kwargs={**inputs, **options})
         gradients = torch.autograd.grad(out.loss, leaves)
-    return out.loss.detach(), dict(zip(names, gradients, strict=True))
+    mesh = compiled.program.mesh
+    return _mean(out.loss.detach(), mesh), {n: _mean(g, mesh) for n, g in zip(names, gradients, strict=True)}
+
+
+def _mean(value: Tensor, mesh: Mesh) -> Tensor:
+    """The mean over the ranks that see different data."""
+    return all_reduce(value, mesh.group("dp", "ep")) / mesh.size_of("dp", "ep")

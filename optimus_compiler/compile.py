@@ -1,6 +1,6 @@
 """compile: capture -> passes -> lower, and the module that runs the result."""
 
-from typing import get_args
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -22,6 +22,8 @@ def compile(
     inputs: tuple[str, ...] = ("input_ids", "labels"),
     backend: Backend = "inductor",
     kernels: Kernels = "auto",
+    dispatch: Literal["allgather", "alltoall"] = "allgather",
+    expert_rows: float | Literal["exact"] = 2.0,
     aux_loss: bool = True,
     force_uniform_routing: bool = False,
     passes: PassPipeline | None = None,
@@ -34,29 +36,41 @@ def compile(
     rank; micro_batches: how many of them a train_step takes. inputs: what the program takes; beyond input_ids and
     labels, attention_mask [B, S] of 0 and 1, document_ids [B, S] (attention stays within a document) and position_ids
     [B, S] may be declared. seed: an int draws the weights (the model may then be on the meta device), None keeps the
-    model's own. passes: the pipeline, default_passes by default. check: on the first batch, compares loss and all
+    model's own. dispatch, expert_rows: how tokens reach the experts of other ranks, and how many rows (times those of
+    an even share) an expert rank has room for before a step is done again (passes/expert_parallel.py). passes: the
+    pipeline, default_passes by default. check: on the first batch, compares loss and all
     gradients with the original module, which is kept for that, and refuses a mismatch.
 
     Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory is taken.
     """
     mesh = mesh or Mesh()
-    if mesh.size > 1:
-        raise ValueError(f"the mesh {mesh} has {mesh.size} processes; this version compiles for one")
+    for name, issue in (("pp", "pipelines"), ("tp", "tensor parallelism")):
+        if mesh.size_of(name) > 1:
+            raise ValueError(f"the mesh {mesh} has {name}={mesh.size_of(name)}; this version has no {issue}")
     if micro_batches < 1 or micro_batch_size < 1 or sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length}, micro_batch_size={micro_batch_size} and "
                          f"micro_batches={micro_batches} must be at least 1")  # fmt: skip
     for option, value, known in (("backend", backend, Backend), ("kernels", kernels, Kernels)):
         if value not in get_args(known):
             raise ValueError(f"{option}={value!r} is unknown: choose one of {', '.join(get_args(known))}")
+    if expert_rows != "exact" and (isinstance(expert_rows, str) or not expert_rows > 0):
+        raise ValueError(f"expert_rows={expert_rows!r} must be a positive number, or 'exact'")
+    if dispatch not in ("allgather", "alltoall"):
+        raise ValueError(f"dispatch={dispatch!r} is unknown: choose allgather or alltoall")
     if passes is not None and not isinstance(passes, PassPipeline):
         raise ValueError(f"passes is a {type(passes).__name__}: give PassPipeline((Canonicalise(), ...))")
     if check and ("document_ids" in inputs or any(parameter.is_meta for parameter in model.parameters())):
         raise ValueError("check=True runs the original module: it needs weights, and inputs without document_ids")
     program = capture(
-        model, sequence_length=sequence_length, micro_batch_size=micro_batch_size, inputs=inputs, aux_loss=aux_loss
+        model,
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        inputs=inputs,
+        aux_loss=aux_loss,
+        device=mesh.device,
     )
     program.mesh = mesh
-    pipeline = passes or default_passes(mesh, PassOptions(force_uniform_routing=force_uniform_routing))
+    pipeline = passes or default_passes(mesh, PassOptions(force_uniform_routing, dispatch, expert_rows))
     pipeline.run(program)
     return CompiledModel(
         model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check

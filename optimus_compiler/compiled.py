@@ -1,21 +1,28 @@
-"""CompiledModel: runs a program's segments in order; parameters are views of flat buckets."""
+"""CompiledModel: the module that compile returns; runs micro-batches and steps, holds the weights of this rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from optimus_compiler.check import check_against_original
+from optimus_compiler.executor import Executor
 from optimus_compiler.explain import explain
-from optimus_compiler.lower import Backend, Function, copy_graph, gradient_marks, lower
+from optimus_compiler.lower import Backend
 from optimus_compiler.passes import PassPipeline
-from optimus_compiler.program import TRAINING, ParameterSpec, Program, Segment, keep_outputs
+from optimus_compiler.program import OVERFLOW, TRAINING, Program
 from optimus_compiler.runtime.buckets import Bucket, make_buckets
-from optimus_compiler.runtime.initialise import draw
-from optimus_compiler.runtime.kernels import Kernels, set_kernels
+from optimus_compiler.runtime.collectives import Transfer, all_reduce
+from optimus_compiler.runtime.kernels import Kernels
+from optimus_compiler.runtime.reduction import GradientReduction
+from optimus_compiler.weights import Weights
 
 IGNORED_LABEL = -100
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,24 +37,17 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Means over the micro-batches of a step (fp32 scalars), and tokens routed to each expert [E], summed, if any."""
+    """Means over all micro-batches of all ranks in a step (fp32 scalars), equal on every rank.
+
+    expert_counts: tokens routed to each expert [E], summed, where there are any. redone: row buffers were too small,
+    and the step was done again with larger ones.
+    """
 
     loss: Tensor
     ce_loss: Tensor
     aux_loss: Tensor
     expert_counts: Tensor | None
-
-
-@dataclass
-class _Step:
-    """One segment and its compiled function."""
-
-    segment: Segment
-    parameters: Sequence[Tensor]
-    marks: tuple[bool, ...]
-    function: Function
-    last_read: tuple[str, ...] = ()  # values that nothing after this segment needs
-    checked: bool = False
+    redone: bool = False
 
 
 class CompiledModel(nn.Module):
@@ -73,95 +73,63 @@ class CompiledModel(nn.Module):
         self.pipeline = pipeline
         self.micro_batches = micro_batches
         self.backend = backend
-        self.kernels = kernels
-        self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-        self.seed = seed
-        self.initializer_range = float(getattr(model.config, "initializer_range", 0.02))
+        self.device = next((p.device for p in model.parameters() if not p.is_meta), program.mesh.device)
         self.buckets: tuple[Bucket, ...] = make_buckets(program, self.device)
-        self._model_state_names = tuple(model.state_dict())
+        self.weights = Weights(program, model, self.buckets, self.device, seed)
+        for name, parameter in self.weights.parameters.items():
+            _register(self, name, parameter)
+        self.reduction = GradientReduction(self.buckets, program.mesh)
+        self._executor = Executor(
+            program, self.weights.parameters, device=self.device, backend=backend, kernels=kernels
+        )
         self._original = [model] if check else []  # in a list: not a submodule
-        # a padding row gets no gradient: Hugging Face keeps it zero
-        self._padding_rows = {f"{path}.weight": module.padding_idx for path, module in model.named_modules()
-                              if isinstance(module, nn.Embedding) and module.padding_idx is not None}  # fmt: skip
-        self._set_weights(model)
-        self._constants = {name: value.to(self.device, copy=True) for name, value in
-                           {**program.constants, **program.constant_values()}.items()}  # fmt: skip
-        self._functions: dict[str, Function] = {}
-        self._marks = gradient_marks(program)
-        self._schedules: dict[tuple[str, ...], list[_Step]] = {}
         self._watched = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     # weights
 
-    def _set_weights(self, model: nn.Module) -> None:
-        """Registers every parameter under its name; values from the seed, or from the model."""
-        state = {**dict(model.named_parameters()), **self.program.constants}
-        by_name = {entry.name: entry.parameter for bucket in self.buckets for entry in bucket.entries}
-        for name, spec in self.program.parameters.items():
-            drawn = self.seed is not None and isinstance(state[spec.source.names[0]], nn.Parameter)
-            if not drawn and any(state[source].is_meta for source in spec.source.names):
-                raise ValueError(f"parameter {name} is on the meta device and has no value: give compile a seed")
-            value = self._draw(spec) if drawn else spec.source.build(state, spec.shape)
-            if name in by_name:
-                with torch.no_grad():
-                    by_name[name].copy_(value)
-            else:
-                by_name[name] = nn.Parameter(value.to(self.device, spec.dtype, copy=True), requires_grad=False)
-            _register(self, name, by_name[name])
-        self._parameters_by_name = by_name
+    def fp32_weights(self, bucket: Bucket, start: int, stop: int) -> Tensor:
+        """What fp32 masters of elements [start, stop) of a bucket start from."""
+        return self.weights.fp32(bucket, start, stop)
 
-    def _draw(self, spec: ParameterSpec) -> Tensor:
-        assert self.seed is not None
-        drawn = draw(spec.name, spec.shape, self.seed, self.initializer_range).view(spec.shape)
-        if spec.name in self._padding_rows:
-            drawn[self._padding_rows[spec.name]] = 0
-        return drawn
-
-    def fp32_weights(self, bucket: Bucket) -> Tensor:
-        """What fp32 master weights of a bucket start from: the fp32 draw where weights were drawn, else the weights."""
-        flat = bucket.weights.detach().to(torch.float32, copy=True)
-        if self.seed is not None and bucket.weights.dtype != torch.float32:
-            for entry in bucket.entries:
-                drawn, weight = self._draw(self.program.parameters[entry.name]).to(flat.device), entry.view(flat)
-                weight.copy_(torch.where(drawn.to(bucket.weights.dtype) == weight, drawn, weight))
-        return flat
+    def full_tensors(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors shaped like this rank's parameters, by their names: gathered, named as the model's; a collective."""
+        return self.weights.full(local)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Copies of all weights under the names and in the shapes of the model that was compiled."""
-        return self.in_model_names({name: p.detach().clone() for name, p in self._parameters_by_name.items()})
+        """Copies of all weights under the names and in the shapes of the model that was compiled; a collective."""
+        return self.weights.full({name: p.detach().clone() for name, p in self.weights.parameters.items()})
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Copies of all gradients of trainable parameters, under the names and in the shapes of the model."""
-        gradients = {
-            name: p.grad.detach().clone() for name, p in self._parameters_by_name.items() if p.grad is not None
-        }
-        return self.in_model_names(gradients)
+        """Copies of the global mean gradients under the names and in the shapes of the model; a collective.
 
-    def in_model_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of whole parameters under the names and in the shapes of the model that was compiled."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            found.update(self.program.parameters[name].source.split(tensor))
-        for alias, name in self.program.aliases.items():
-            if name in found:
-                found[alias] = found[name]
-        return {name: found[name] for name in self._model_state_names if name in found}
+        From backward until zero_grad, with or without an optimizer.
+        """
+        local: dict[str, Tensor] = {}
+        for part in self.reduction.parts:
+            mean = part.mean()
+            local.update({entry.name: entry.view(mean) for entry in part.bucket.entries})
+        return self.weights.full(local)
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
-        """Loads full weights named and shaped as the model's; ValueError names what does not fit."""
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor] | None,
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """Loads full weights named and shaped as the model's; ValueError names what does not fit.
+
+        Every rank gives the state dict and keeps its shards; or, with `transfer`, rank 0 alone gives it (the others
+        give None) and sends each parameter by "broadcast", or by "all_reduce" on stacks where broadcast fails: then no
+        rank holds more than one full parameter beside its shards, rank 0's own state dict apart.
+        """
         if not strict or assign:
             raise ValueError(
                 "load_state_dict copies a complete state dict: strict=False and assign=True are not offered"
             )
-        needed = {name for spec in self.program.parameters.values() for name in spec.source.names}
-        missing, unknown = needed - set(state_dict), set(state_dict) - set(self._model_state_names)
-        if missing or unknown:
-            raise ValueError(f"the state dict lacks {sorted(missing)[:3]} and has unknown {sorted(unknown)[:3]}")
-        values = {name: spec.source.build(state_dict, spec.shape) for name, spec in self.program.parameters.items()}
-        with torch.no_grad():
-            for name, value in values.items():
-                self._parameters_by_name[name].copy_(value)
+        self.weights.load(state_dict, transfer)
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, Tensor]:  # type: ignore[override]
         """The same as full_state_dict()."""
@@ -169,8 +137,7 @@ class CompiledModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zeroes the gradients in place: they are views of the buckets and persist."""
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
+        self.reduction.zero()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompiledModel":
         raise RuntimeError(
@@ -191,40 +158,70 @@ class CompiledModel(nn.Module):
     ) -> ModelOutput:
         """One micro-batch [B, S], B <= micro_batch_size and S <= sequence_length: smaller is padded, the result cut.
 
-        Without labels it returns logits only. An input that compile was not told of is an error, never a recapture.
+        The loss is this rank's own; its backward gives gradients of the mean over all (dp, ep) ranks. Without labels it
+        returns logits only. An input that compile was not told of is an error, never a recapture.
         """
         given = {"attention_mask": attention_mask, "document_ids": document_ids, "position_ids": position_ids}
         everything = {"input_ids": input_ids, "labels": labels, **given}
         inputs = {name: value for name, value in everything.items() if value is not None}
         values = self.pad(inputs)
         batch, length = input_ids.shape
+        if torch.is_grad_enabled():
+            self.reduction.is_clean = False
         if labels is None:
             wanted: tuple[str, ...] = ("logits",)
         else:
             wanted = (*TRAINING, "logits") if return_logits else TRAINING
             self._check(inputs)
-        out = self.run(values, wanted)
+        out = self._executor.run(values, wanted)
         self._watch_first_backward(out.get("loss"))
         logits = out["logits"][:batch, :length] if "logits" in out else None
         return ModelOutput(out.get("loss"), out.get("ce_loss"), out.get("aux_loss"), logits)
 
-    def train_step(self, input_ids: Tensor, labels: Tensor, **inputs: Tensor) -> StepOutput:
-        """Forward and backward of micro_batches micro-batches: tensors are [micro_batches * micro_batch_size, S].
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it backward only adds this rank's gradients; the next backward outside reduces all of them.
 
-        Gradients of the mean loss are added to what the buckets hold; nothing is read back to the host.
+        Where only shards of gradients are kept (zero=2) there is nothing else to add to: every backward reduces.
         """
+        before, self.reduction.early = self.reduction.early, False
+        try:
+            yield
+        finally:
+            self.reduction.early = before
 
-        def backward(out: dict[str, Tensor]) -> None:
-            (out["loss"] / self.micro_batches).backward()
+    def train_step(self, input_ids: Tensor, labels: Tensor, **inputs: Tensor) -> StepOutput:
+        """Forward and backward of micro_batches micro-batches of this (dp, ep) coordinate.
 
-        return self._micro_batches({"input_ids": input_ids, "labels": labels, **inputs}, backward)
+        Tensors are [micro_batches * micro_batch_size, S]; the losses are means over all ranks. Gradients of the mean
+        loss are added to what the buckets hold, ready for optimizer.step(). Nothing is read back to the host, unless
+        row buffers are bounded (ExpertParallel): then one flag is, and when an expert's rank needed more rows than
+        there are, on any rank, the step is done again with all the rows there can be.
+        """
+        values = {"input_ids": input_ids, "labels": labels, **inputs}
+        bounded = bool(self.program.overflows()) and self.reduction.is_clean  # else there were gradients to lose
+        self.reduction.is_clean = False
+        out, overflowed = self._micro_batches(values, train=True, exact_rows=not bounded)
+        if bounded and overflowed.item():
+            _log.warning(
+                "an expert rank needed more rows than expert_rows allows: the step is done again without limit"
+            )
+            self.reduction.zero()
+            self.reduction.is_clean = False
+            out, _ = self._micro_batches(values, train=True, exact_rows=True)
+            return replace(out, redone=True)
+        return out
 
     def eval_step(self, input_ids: Tensor, labels: Tensor, **inputs: Tensor) -> StepOutput:
         """The losses of train_step without gradients."""
         with torch.no_grad():
-            return self._micro_batches({"input_ids": input_ids, "labels": labels, **inputs}, lambda out: None)
+            out, _ = self._micro_batches({"input_ids": input_ids, "labels": labels, **inputs}, train=False)
+            return out
 
-    def _micro_batches(self, inputs: dict[str, Tensor], then: Callable[[dict[str, Tensor]], None]) -> StepOutput:
+    def _micro_batches(
+        self, inputs: dict[str, Tensor], *, train: bool, exact_rows: bool = True
+    ) -> tuple[StepOutput, Tensor]:
+        """The step's means over all ranks, and how many row buffers were too small."""
         rows = self.micro_batches * self.program.micro_batch_size
         for name, value in inputs.items():
             if tuple(value.shape) != (rows, self.program.sequence_length):
@@ -232,19 +229,40 @@ class CompiledModel(nn.Module):
                     f"{name} has shape {tuple(value.shape)}; a step takes {(rows, self.program.sequence_length)}: "
                     f"{self.micro_batches} micro-batches of {self.program.micro_batch_size} sequences"
                 )
+        wanted = TRAINING if exact_rows else (*TRAINING, *self.program.overflows())
         totals: dict[str, Tensor] = {}
-        for index in range(self.micro_batches):
-            first = index * self.program.micro_batch_size
-            micro_batch = {name: value[first : first + self.program.micro_batch_size] for name, value in inputs.items()}
-            values = self.pad(micro_batch)
-            self._check(micro_batch)
-            out = self.run(values, TRAINING)
-            self._watch_first_backward(out["loss"])
-            then(out)
-            for name, value in out.items():
-                totals[name] = totals[name] + value.detach() if name in totals else value.detach()
-        means = {name: totals[name] / self.micro_batches for name in ("loss", "ce_loss", "aux_loss")}
-        return StepOutput(**means, expert_counts=totals.get("expert_counts"))
+        reduces_early = self.reduction.early
+        try:
+            for index in range(self.micro_batches):
+                first = index * self.program.micro_batch_size
+                micro_batch = {
+                    name: value[first : first + self.program.micro_batch_size] for name, value in inputs.items()
+                }
+                values = self.pad(micro_batch)
+                self._check(micro_batch)
+                out = self._executor.run(values, wanted, exact_rows=exact_rows)
+                if train:
+                    self._watch_first_backward(out["loss"])
+                    self.reduction.early = reduces_early and index == self.micro_batches - 1
+                    with record_function("optimus::backward"):
+                        (out["loss"] / self.micro_batches).backward()
+                for name, value in out.items():
+                    name = "overflows" if name.startswith(OVERFLOW) else name
+                    totals[name] = totals[name] + value.detach() if name in totals else value.detach().float()
+        finally:
+            self.reduction.early = reduces_early
+        return self._means(totals)
+
+    def _means(self, totals: dict[str, Tensor]) -> tuple[StepOutput, Tensor]:
+        """Sums over micro-batches, added up over the ranks in one collective, as means."""
+        mesh = self.program.mesh
+        totals.setdefault("overflows", torch.zeros((), device=self.device))
+        names, sizes = list(totals), [value.numel() for value in totals.values()]
+        flat = all_reduce(torch.cat([totals[name].reshape(-1) for name in names]), mesh.group("dp", "ep"))
+        summed = {name: part.view(totals[name].shape) for name, part in zip(names, flat.split(sizes), strict=True)}
+        count = self.micro_batches * mesh.size_of("dp", "ep")
+        means = {name: summed[name] / count for name in ("loss", "ce_loss", "aux_loss")}
+        return StepOutput(**means, expert_counts=summed.get("expert_counts")), summed["overflows"]
 
     def _check(self, inputs: dict[str, Tensor]) -> None:
         """compile(check=True): the first batch through the original module too, which is let go when they agree."""
@@ -253,40 +271,8 @@ class CompiledModel(nn.Module):
             self._original.clear()
 
     def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        """Runs the segments; the wanted outputs by role."""
-        set_kernels(self.kernels)
-        wanted = tuple(role for role in wanted if role in self.program.outputs)
-        values = {**self._constants, **inputs}
-        for step in self._schedule(wanted):
-            arguments = [*step.parameters, *(values[name] for name in step.segment.inputs)]
-            if not torch.is_grad_enabled():
-                # AOTAutograd's functions switch gradients on: what needs none must look so
-                arguments = [argument.detach() for argument in arguments]
-            elif not step.checked:
-                _check_marks(step, arguments)
-            values.update(zip(step.segment.outputs, step.function(*arguments), strict=True))
-            for name in step.last_read:
-                del values[name]
-        return {role: values[self.program.outputs[role]] for role in wanted}
-
-    def _schedule(self, wanted: tuple[str, ...]) -> list[_Step]:
-        """The segments compiled for the wanted outputs; only the head differs between choices of outputs."""
-        if wanted not in self._schedules:
-            steps = []
-            results = {self.program.outputs[role] for role in wanted}
-            for segment in self.program.segments:
-                if segment.kind == "const":
-                    continue
-                marks = self._marks[id(segment.graph)]
-                if segment.kind == "head":
-                    segment, marks = _with_outputs(segment, marks, results)
-                if segment.key not in self._functions:
-                    self._functions[segment.key] = lower(segment, marks, self.backend)
-                parameters = [self._parameters_by_name[name] for name in segment.parameters]
-                steps.append(_Step(segment, parameters, marks, self._functions[segment.key]))
-            _note_last_reads(steps, results)
-            self._schedules[wanted] = steps
-        return self._schedules[wanted]
+        """Runs the program on padded inputs (`pad`); the wanted outputs by role."""
+        return self._executor.run(inputs, wanted)
 
     def pad(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Right-pads to the compiled shape: the losses ignore padding, and causal attention ends before it."""
@@ -366,32 +352,3 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     module.register_parameter(leaf, parameter)
-
-
-def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
-    """A copy of a segment that computes only some of its outputs, with the gradient marks that remain."""
-    names = (*segment.parameters, *segment.inputs)
-    copy = replace(segment, graph=copy_graph(segment.graph))
-    keep_outputs([copy], [i for i, name in enumerate(segment.outputs) if name in results])
-    mark_of = dict(zip(names, marks, strict=True))
-    return copy, tuple(mark_of[name] for name in (*copy.parameters, *copy.inputs))
-
-
-def _note_last_reads(steps: list[_Step], results: set[str]) -> None:
-    """Marks where each activation is read last, so that evaluation holds only what it needs."""
-    made = {name for step in steps for name in step.segment.outputs}
-    later = set(results)
-    for step in reversed(steps):
-        seen = set(step.segment.inputs) | set(step.segment.outputs)
-        step.last_read = tuple(name for name in made & seen if name not in later)
-        later |= seen
-
-
-def _check_marks(step: _Step, arguments: list[Tensor]) -> None:
-    names = (*step.segment.parameters, *step.segment.inputs)
-    for name, mark, argument in zip(names, step.marks, arguments, strict=True):
-        if argument.requires_grad and not mark:
-            raise RuntimeError(
-                f"{name} needs a gradient, and the {step.segment.kind} was compiled without one: this is a bug"
-            )
-    step.checked = True

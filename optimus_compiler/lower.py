@@ -8,25 +8,29 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+import torch.distributed._functional_collectives  # else backward through a collective raises "view modified inplace"
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from optimus_compiler.mesh import Mesh
 from optimus_compiler.program import Program, Segment
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Function = Callable[..., Sequence[Tensor]]
+COLLECTIVES = ("_c10d_functional", "optimus")  # namespaces of operations that may take the name of a group
 
 
-def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> Function:
+def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend, mesh: Mesh | None = None) -> Function:
     """Compiles a segment: parameters, then inputs -> a tuple of its outputs, differentiable with respect to the inputs
-    that `requires_grad` marks.
+    that `requires_grad` marks. Its collectives run over the groups of `mesh`.
 
     A mark that is missing gives an exact loss and wrong gradients without a word: take the marks from gradient_marks,
     and check them on the first call.
     """
     graph = copy_graph(segment.graph)
+    _name_groups(graph, mesh or Mesh.abstract())
     if backend == "eager":
         return graph
     if any(isinstance(size, torch.SymInt) for node in graph.graph.nodes for size in _shape(node)):
@@ -43,6 +47,17 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend) -> 
             examples = [_empty(node.meta["val"], mark) for node, mark in marked]
         with tracing(TracingContext(mode)):
             return _inductor(graph, examples) if backend == "inductor" else _aot_eager(graph, examples)
+
+
+def _name_groups(graph: fx.GraphModule, mesh: Mesh) -> None:
+    """Puts the names of process groups where a program names mesh dimensions ("ep")."""
+    for node in graph.graph.nodes:
+        if str(getattr(node.target, "namespace", "")) in COLLECTIVES:
+            node.args = tuple(
+                mesh.group_name(*argument.split("+")) if isinstance(argument, str) and argument != "sum" else argument
+                for argument in node.args
+            )
+    graph.recompile()
 
 
 # torch's compilers take seconds to import: nobody should wait for them before something is compiled

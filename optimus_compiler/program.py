@@ -15,6 +15,7 @@ from optimus_compiler.mesh import Mesh
 Kind = Literal["const", "embed", "layer", "head"]
 Role = Literal["expert", "dense"]
 
+OVERFLOW = "overflow."  # begins the roles of outputs that say whether a row buffer was too small
 TRAINING = ("loss", "ce_loss", "aux_loss", "expert_counts")  # the outputs that a training step needs
 
 
@@ -35,12 +36,16 @@ class Source:
 
     def build(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         """The full parameter, of the given shape; a view of the model's own tensor when there is only one."""
-        for name in self.names:
-            if tuple(tensors[name].shape) != self.shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the program needs {self.shape}")
+        self.check(tensors)
         if len(self.names) == 1:
             return tensors[self.names[0]].detach().reshape(shape)
         return torch.stack([tensors[name].detach() for name in self.names]).reshape(shape)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ValueError for a tensor that has another shape than the parameter is built from."""
+        for name in self.names:
+            if tuple(tensors[name].shape) != self.shape:
+                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the program needs {self.shape}")
 
     def split(self, full: Tensor) -> dict[str, Tensor]:
         """The model's tensors by name, as views of the full parameter."""
@@ -58,7 +63,12 @@ class ParameterSpec:
     role: Role = "dense"
     trainable: bool = True
     placement: Mapping[str, int] = field(default_factory=dict)  # mesh dimension -> sharded tensor dimension
+    state: tuple[str, ...] = ()  # mesh dimensions over which the optimizer's state may be sharded
     stages: tuple[int, ...] = (0,)
+
+    def replicated(self) -> tuple[str, ...]:
+        """Mesh dimensions whose ranks hold the same values: over these the gradient is summed."""
+        return tuple(name for name in ("dp", "ep", "tp") if name not in self.placement)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of one rank's shard; ValueError where a placement does not divide the shape."""
@@ -69,6 +79,14 @@ class ParameterSpec:
                 raise ProgramError(f"{self.name} {self.shape} cannot be cut in {parts} on dimension {axis}")
             shape[axis] //= parts
         return tuple(shape)
+
+    def box(self, mesh: Mesh) -> tuple[slice, ...]:
+        """This rank's shard of the full parameter, a slice for each tensor dimension."""
+        starts = [0] * len(self.shape)
+        local = self.local_shape(mesh)
+        for dimension, axis in self.placement.items():
+            starts[axis] = mesh.coordinate(dimension) * local[axis]
+        return tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))
 
 
 @dataclass
@@ -122,6 +140,11 @@ class Segment:
         node.meta["val"] = value
         return node
 
+    def add_output(self, node: fx.Node) -> None:
+        """Appends a result to the graph (once for all segments that share it); the caller extends their `outputs`."""
+        output = self.graph.graph.output_node()
+        output.args = ((*output.args[0], node),)  # type: ignore[misc]
+
 
 class _Numbered(str):
     """A node's number in the text of a segment."""
@@ -139,13 +162,13 @@ class Program:
     segments: list[Segment]
     parameters: dict[str, ParameterSpec]
     inputs: tuple[str, ...]  # names of the values a caller gives
-    outputs: dict[str, str]  # loss, ce_loss, aux_loss, expert_counts, logits -> value name
+    outputs: dict[str, str]  # loss, ce_loss, aux_loss, expert_counts, logits, overflow.N -> value name
     constants: dict[str, Tensor]  # values of buffers that the const segment reads
     aliases: dict[str, str]  # further state-dict names of tied weights -> the name in a spec's source
     micro_batch_size: int
     sequence_length: int
     fake_mode: FakeTensorMode
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: Mesh = field(default_factory=Mesh.abstract)
     history: list[Any] = field(default_factory=list)  # PassReport, in order
 
     def groups(self) -> list[list[Segment]]:
@@ -174,6 +197,10 @@ class Program:
                     results = segment.graph(*(self.constants[name] for name in segment.inputs))
                 values.update(zip(segment.outputs, results, strict=True))
         return values
+
+    def overflows(self) -> tuple[str, ...]:
+        """The outputs (0-d bool) that say of each bounded row buffer whether it was too small."""
+        return tuple(role for role in self.outputs if role.startswith(OVERFLOW))
 
     def replace_parameters(self, old: Iterable[str], new: ParameterSpec) -> None:
         """Replaces entries of the parameter table by one new entry, in place of the first."""

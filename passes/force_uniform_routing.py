@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from optimus_compiler.passes.base import Pass, PassError, PassReport
-from optimus_compiler.passes.rewrite import insert, tensor_of, where
+from optimus_compiler.passes.rewrite import EP_INDEX, insert, rank_coordinate, tensor_of, where
 from optimus_compiler.program import Program
 
 aten = torch.ops.aten
@@ -14,9 +14,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ForceUniformRouting(Pass):
-    """Token t takes experts (t + j) mod N, j < K, weighted by their own probabilities (paper, section 4.3).
+    """Token g takes experts (g + j) mod N, j < K, weighted by their own probabilities (paper, section 4.3).
 
-    Replaces every topk, the router's and the auxiliary loss's: both must see the same choice.
+    Replaces every topk, the router's and the auxiliary loss's: both must see the same choice. Under expert parallelism
+    tokens are counted over the ranks of ep, so that every expert receives the same number from all of them together.
     """
 
     def run(self, program: Program) -> PassReport:
@@ -30,6 +31,10 @@ class ForceUniformRouting(Pass):
                 tokens, experts = tensor_of(probabilities).shape
                 with graph.inserting_before(node):
                     token = _arange(program, graph, tokens, node)
+                    if program.mesh.ep > 1:
+                        index = rank_coordinate(program, group, EP_INDEX, "ep")
+                        before = insert(program, graph, aten.mul.Tensor, index, tokens, like=node)
+                        token = insert(program, graph, aten.add.Tensor, token, before, like=node)
                     column = insert(program, graph, aten.unsqueeze.default, token, 1, like=node)
                     choice = _arange(program, graph, top_k, node)
                     total = insert(program, graph, aten.add.Tensor, column, choice, like=node)

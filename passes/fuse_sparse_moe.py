@@ -245,7 +245,7 @@ def _replace(
         tables = insert(
             program, graph, ops.index_tokens.default, region.indices, None, tensor_of(gate_up).shape[0], like=old
         )
-        token_R, row_TK, offsets_E = unpack(program, graph, tables, 3)
+        token_R, row_TK, offsets_E, _ = unpack(program, graph, tables, 4)
         mlp = insert(program, graph, ops.grouped_mlp.default, x_TH, roles.weights, gate_up, down, token_R, row_TK,
                      offsets_E, like=old)  # fmt: skip
         y_RH, _ = unpack(program, graph, mlp, 2)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from optimus_compiler.program import Program
+from optimus_compiler.program import Program, Segment
 
 aten = torch.ops.aten
+
+EP_INDEX = "ep_index"  # the name of a rank's coordinate on ep
 
 # operations that may change a value's dtype, device or strides, or nothing at all
 CASTS = {
@@ -48,3 +50,18 @@ def where(node: fx.Node) -> str:
 def tensor_of(node: fx.Node) -> Tensor:
     """The fake tensor of a node."""
     return node.meta["val"]
+
+
+def rank_coordinate(program: Program, group: list[Segment], name: str, dimension: str) -> fx.Node:
+    """The placeholder of this rank's coordinate (0-d int64) in segments that share a graph; added where it is missing.
+
+    The coordinate is an input and not a number in the graph, so that all ranks run one graph.
+    """
+    if name in group[0].inputs:
+        return group[0].placeholders()[len(group[0].parameters) + group[0].inputs.index(name)]
+    program.constants[name] = torch.tensor(program.mesh.coordinate(dimension))
+    with program.fake_mode:
+        node = group[0].add_input(name, torch.empty((), dtype=torch.int64))
+    for segment in group:
+        segment.inputs = (*segment.inputs, name)
+    return node

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from optimus_compiler.mesh import Mesh
 from optimus_compiler.program import ParameterSpec, Program, Role
 
 ALIGNMENT = 128  # bytes: every parameter starts on a cache line pair, on any device
@@ -27,23 +28,33 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """Weights and gradients of the trainable parameters of one segment and role.
+    """Weights and gradients of the trainable parameters of one segment, role and placement, this rank's shards.
 
     Parameters and their `.grad` are views into `weights` and `gradients` and persist: backward adds in place, the
-    optimizer updates flat tensors. Padding between entries is zero and stays zero.
+    optimizer updates flat tensors. Padding between entries and at the end is zero and stays zero; the end is padded so
+    that `state` ranks own equal parts.
     """
 
     name: str
     role: Role
     weights: Tensor  # [numel], the parameters' dtype
-    gradients: Tensor  # [numel]
+    gradients: Tensor  # [numel]; empty while whole gradients are not kept (release_gradients)
     entries: tuple[Entry, ...]
+    replicated: tuple[str, ...] = ()  # mesh dimensions over which gradients are summed
+    state: tuple[str, ...] = ()  # those of them over which optimizer state may be sharded
 
     def set_gradient_dtype(self, dtype: torch.dtype) -> None:
         """Keeps gradients in another dtype (fp32 for bf16 weights). Gradients that are there already are lost."""
-        if dtype != self.gradients.dtype:
+        if dtype != self.gradients.dtype or not self.gradients.numel():
             self.gradients = torch.zeros_like(self.weights, dtype=dtype)
             self._attach()
+
+    def release_gradients(self, dtype: torch.dtype) -> None:
+        """Keeps no whole gradients: `.grad` is None between backward passes, and of this dtype within one."""
+        self.gradients = self.weights.new_empty(0, dtype=dtype)
+        for entry in self.entries:
+            entry.parameter.grad = None
+            entry.parameter.grad_dtype = dtype
 
     def _attach(self) -> None:
         for entry in self.entries:
@@ -53,7 +64,8 @@ class Bucket:
 
 
 def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
-    """A bucket of zeros for each (segment, role, dtype), in program order; a tied weight is in its first segment's."""
+    """A bucket of zeros for each (segment, role, dtype, placement), in program order; a tied weight is in its first
+    segment's."""
     members: dict[str, list[ParameterSpec]] = {}
     placed: set[str] = set()
     layers = 0
@@ -64,24 +76,36 @@ def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
             spec = program.parameters[name]
             if spec.trainable and name not in placed:
                 placed.add(name)
-                members.setdefault(f"{label}.{spec.role}.{str(spec.dtype).removeprefix('torch.')}", []).append(spec)
-    return tuple(_bucket(program, name, specs, device) for name, specs in members.items())
+                members.setdefault(f"{label}.{_kind_of(spec, program.mesh)}", []).append(spec)
+    return tuple(_bucket(program.mesh, name, specs, device) for name, specs in members.items())
 
 
-def _bucket(program: Program, name: str, specs: list[ParameterSpec], device: torch.device) -> Bucket:
-    role, dtype = specs[0].role, specs[0].dtype
+def _kind_of(spec: ParameterSpec, mesh: Mesh) -> str:
+    """What the parameters of a bucket have in common: dense.float32, expert.bfloat16/ep."""
+    sharded = [name for name in spec.placement if mesh.size_of(name) > 1]
+    return "/".join([f"{spec.role}.{str(spec.dtype).removeprefix('torch.')}", *sharded])
+
+
+def _bucket(mesh: Mesh, name: str, specs: list[ParameterSpec], device: torch.device) -> Bucket:
+    dtype, state = specs[0].dtype, specs[0].state
     step = ALIGNMENT // dtype.itemsize
-    shapes = [spec.local_shape(program.mesh) for spec in specs]
+    shapes = [spec.local_shape(mesh) for spec in specs]
     offsets, size = [], 0
     for shape in shapes:
         offsets.append(size)
-        size += -(-math.prod(shape) // step) * step
-    weights = torch.zeros(size, dtype=dtype, device=device)
+        size = _round_up(size + math.prod(shape), step)
+    weights = torch.zeros(_round_up(size, step * mesh.size_of(*state)), dtype=dtype, device=device)
     entries = []
     for spec, shape, offset in zip(specs, shapes, offsets, strict=True):
         numel = math.prod(shape)
         parameter = nn.Parameter(weights[offset : offset + numel].view(shape))
         entries.append(Entry(spec.name, parameter, offset, numel))
-    bucket = Bucket(name, role, weights, torch.zeros_like(weights), tuple(entries))
+    bucket = Bucket(
+        name, specs[0].role, weights, torch.zeros_like(weights), tuple(entries), specs[0].replicated(), state
+    )
     bucket._attach()
     return bucket
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step

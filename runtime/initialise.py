@@ -1,6 +1,8 @@
 """Counter-based weight initialisation: any slice of any parameter is drawn alone, bitwise the same in every layout."""
 
 import hashlib
+import itertools
+import math
 
 import numpy as np
 import torch
@@ -26,6 +28,19 @@ def draw(name: str, shape: tuple[int, ...], seed: int, std: float, start: int = 
         normal = torch.special.ndtri(torch.from_numpy(_uniform(name, seed, first, last)))
         drawn[first - start : last - start] = normal * std
     return drawn
+
+
+def draw_box(name: str, shape: tuple[int, ...], seed: int, std: float, box: tuple[slice, ...]) -> Tensor:
+    """The part of a parameter that `box` cuts out (a slice with ends for each dimension), fp32 on cpu, in its shape."""
+    sizes = [cut.stop - cut.start for cut in box]
+    cut_axes = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
+    axis = cut_axes[-1] if cut_axes else 0  # from here on, what the box holds is one run of the flat parameter
+    run, pitch = math.prod(sizes[axis:]), math.prod(shape[axis:])
+    offset = box[axis].start * math.prod(shape[axis + 1 :]) if box else 0
+    outer = itertools.product(*(range(cut.start, cut.stop) for cut in box[:axis]))
+    rows = [sum(i * math.prod(shape[d + 1 : axis]) for d, i in enumerate(index)) for index in outer]
+    runs = [draw(name, shape, seed, std, row * pitch + offset, row * pitch + offset + run) for row in rows]
+    return torch.cat(runs).view(sizes)
 
 
 def _uniform(name: str, seed: int, first: int, last: int) -> np.ndarray:

@@ -1,19 +1,21 @@
-"""AdamW over the flat buckets of a compiled model: fp32 masters, and clipping without a host sync."""
+"""ShardedAdamW: AdamW over the flat buckets of a compiled model, its state divided over the ranks that share it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.runtime.buckets import Bucket, Entry
+from optimus_compiler.runtime.collectives import all_gather, all_reduce
 from optimus_compiler.runtime.memory import BucketMemory, MemoryReport
-
-SHARDINGS = ("epso", "so", "none")
+from optimus_compiler.runtime.reduction import BucketReduction, GradientReduction, ShardedReduction, Sharding
 
 # Elements updated by one kernel call. It bounds the temporary of a scaled gradient to 16 MiB, small enough for the CPU
 # allocator to recycle instead of mapping fresh pages (50 M parameters with clipping: 0.07 s, in one call 0.20 s).
@@ -26,28 +28,48 @@ class BucketedModel(Protocol):
     """What the optimizer needs of a compiled model."""
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]: ...
-    def fp32_weights(self, bucket: Bucket) -> Tensor:
-        """Flat fp32 weights of a bucket, a tensor of its own: what the master copy starts from."""
+    def reduction(self) -> GradientReduction: ...
+    def fp32_weights(self, bucket: Bucket, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a bucket's weights in fp32, a tensor of its own: what a master copy starts from."""
+        ...
+
+    def full_tensors(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors shaped like this rank's parameters, gathered and named as the model's; a collective."""
         ...
 
 
 @dataclass(frozen=True)
-class _Flat:
-    """A bucket with its optimizer state: fp32, flat, laid out like the bucket."""
+class _Shard:
+    """A bucket with the optimizer state of the slice that this rank owns: fp32, flat, laid out like the slice."""
 
-    bucket: Bucket
+    reduction: BucketReduction
     master: Tensor | None  # None when the weights are fp32 themselves
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    chunks: tuple[tuple[int, int, int], ...]  # (param group, start, stop), the elements of one kernel call
+    chunks: tuple[tuple[int, int, int], ...]  # (param group, start, stop) in the slice, the elements of a kernel call
+
+    @property
+    def weights(self) -> Tensor:
+        """The owned slice of the model's weights."""
+        return self.reduction.bucket.weights[self.reduction.start_at : self.reduction.stop_at]
+
+    def part_of(self, entry: Entry) -> slice:
+        """Where the slice holds elements of an entry; an empty slice where it holds none."""
+        length = self.exp_avg.numel()
+        start = min(max(entry.offset - self.reduction.start_at, 0), length)
+        stop = min(max(entry.offset + entry.numel - self.reduction.start_at, 0), length)
+        return slice(start, stop)
 
     def state_of(self, entry: Entry) -> dict[str, Tensor]:
-        """Views of the entry's state in the parameter's shape."""
-        flat = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.master is not None:
-            flat["master"] = self.master
-        return {key: entry.view(value) for key, value in flat.items()}
+        """Views of the entry's state: in the parameter's shape when the slice holds all of it, else flat."""
+        part = self.part_of(entry)
+        shape = entry.parameter.shape if part.stop - part.start == entry.numel else (part.stop - part.start,)
+        return {key: value[part].view(shape) for key, value in self.tensors().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The flat state of the slice."""
+        state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return state if self.master is None else {**state, "master": self.master}
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -59,9 +81,10 @@ class ShardedAdamW(torch.optim.Optimizer):
     `clip_after` steps have been taken. `reduce_dtype` is the dtype of the gradient buffers of bf16 weights; fp32
     weights keep fp32 gradients.
 
-    `sharding` says over which ranks a parameter's state is divided ("epso": every rank that holds a replica, "so":
-    the data-parallel ones, "none": nobody) and `zero` whether gradients are kept whole (1) or divided too (2). In one
-    process nothing is replicated, so all of them are the same optimizer.
+    `sharding` says over which ranks a parameter's state is divided: "epso" (section 3.2) over every rank that holds a
+    replica, "so" over the data-parallel ones, "none" over nobody. `zero` says whether gradients are kept whole (1) or
+    divided too (2). A step is: gradients reduce-scattered (started during backward), the owned slices updated, weights
+    all-gathered, bucket by bucket. In one process nothing is replicated, so all of them are the same optimizer.
 
     Learning-rate schedulers of torch.optim work: `param_groups` holds the real parameters. Raises ValueError for a
     setting outside its range and for a `no_decay` pattern that matches no parameter.
@@ -77,7 +100,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         no_decay: Sequence[str] = (),
         clip_norm: float = 1.0,
         clip_after: int = 0,
-        sharding: str = "epso",
+        sharding: Sharding = "epso",
         zero: int = 1,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -85,7 +108,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.clip_after = clip_after
 
-        entries = [entry for bucket in compiled.buckets for entry in bucket.entries if entry.parameter.requires_grad]
+        self._compiled = compiled
+        self.reduction = compiled.reduction
+        self.reduction.shard(sharding, zero, reduce_dtype)
+        buckets = [part.bucket for part in self.reduction.parts]
+        entries = [entry for bucket in buckets for entry in bucket.entries if entry.parameter.requires_grad]
         exempt = _names_matching([entry.name for entry in entries], no_decay)
         self._names = {entry.parameter: entry.name for entry in entries}
         groups = [
@@ -96,40 +123,40 @@ class ShardedAdamW(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], defaults)
 
         group_of = {parameter: g for g, group in enumerate(self.param_groups) for parameter in group["params"]}
-        self._flats: list[_Flat] = []
-        for bucket in compiled.buckets:
-            is_fp32 = bucket.weights.dtype == torch.float32
-            bucket.set_gradient_dtype(torch.float32 if is_fp32 else reduce_dtype)
-            flat = _Flat(
-                bucket=bucket,
-                master=None if is_fp32 else compiled.fp32_weights(bucket),
-                exp_avg=torch.zeros_like(bucket.weights, dtype=torch.float32),
-                exp_avg_sq=torch.zeros_like(bucket.weights, dtype=torch.float32),
-                chunks=tuple(_chunks(bucket, group_of)),
-            )
-            self._flats.append(flat)
-            for entry in bucket.entries:
+        self._shards = [_shard(part, compiled, group_of) for part in self.reduction.parts]
+        for shard in self._shards:
+            for entry in shard.reduction.bucket.entries:
                 if entry.parameter.requires_grad:
-                    self.state[entry.parameter] = flat.state_of(entry)
+                    self.state[entry.parameter] = shard.state_of(entry)
 
         self.steps_taken = 0
-        device = self._flats[0].exp_avg.device
+        device = self._shards[0].exp_avg.device
         self._step = torch.zeros((), dtype=torch.float32, device=device)  # the fused kernel reads the count here
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """The L2 norm of all gradients as they stand: 0-d fp32, on the device, without a host sync."""
+        """The L2 norm of the global mean gradients: 0-d fp32, on the device, equal on all ranks, no host sync.
+
+        Every element counts once, whichever ranks hold copies of it. A collective: it waits for the reduction.
+        """
+        self.reduction.finish()
         partial_norms = [
-            _norm(flat.bucket.gradients[start:stop]) for flat in self._flats for _, start, stop in flat.chunks
+            _norm(shard.reduction.owned[start:stop])
+            for shard in self._shards
+            if shard.reduction.is_first_copy
+            for _, start, stop in shard.chunks
         ]
-        return torch.linalg.vector_norm(torch.stack(partial_norms))
+        squares = torch.zeros_like(self._step)
+        if partial_norms:
+            squares = torch.linalg.vector_norm(torch.stack(partial_norms)).square()
+        return all_reduce(squares, self.reduction.mesh.group(*DIMENSIONS)).sqrt()
 
     @torch.no_grad()
     def step(self, *, gradient_norm: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Update every weight once; returns the gradient norm before clipping (0-d fp32, on the device).
 
-        `gradient_norm` is the result of `gradient_norm()` where the caller has it already. Gradients are left as
-        they are, unscaled. Raises RuntimeError when a `.grad` no longer points into its bucket.
+        `gradient_norm` is the result of `gradient_norm()` where the caller has it already. Gradients are left
+        unscaled. Raises RuntimeError when a `.grad` no longer points into its bucket.
         """
         self._check_gradients()
         norm = self.gradient_norm() if gradient_norm is None else gradient_norm
@@ -137,41 +164,51 @@ class ShardedAdamW(torch.optim.Optimizer):
         factor = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0) if clips else None
         self.steps_taken += 1
         self._step.fill_(self.steps_taken)
-
-        for flat in self._flats:
-            weights = flat.bucket.weights if flat.master is None else flat.master
-            for g, start, stop in flat.chunks:
-                group = self.param_groups[g]
-                gradient = flat.bucket.gradients[start:stop].float()
-                torch._fused_adamw_(
-                    [weights[start:stop]],
-                    [gradient if factor is None else gradient * factor],
-                    [flat.exp_avg[start:stop]],
-                    [flat.exp_avg_sq[start:stop]],
-                    [],
-                    [self._step],
-                    lr=float(group["lr"]),
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=False,
-                    maximize=False,
-                )
-                if flat.master is not None:
-                    flat.bucket.weights[start:stop].copy_(weights[start:stop])
+        gathers = [self._update(shard, factor) for shard in self._shards]
+        for work in gathers:
+            if work is not None:
+                work.wait()
         return norm
+
+    def _update(self, shard: _Shard, factor: Tensor | None) -> dist.Work | None:
+        """Updates the owned slice of a bucket and starts sending it to the others."""
+        weights = shard.weights if shard.master is None else shard.master
+        for g, start, stop in shard.chunks:
+            group = self.param_groups[g]
+            gradient = shard.reduction.owned[start:stop].float()
+            torch._fused_adamw_(
+                [weights[start:stop]],
+                [gradient if factor is None else gradient * factor],
+                [shard.exp_avg[start:stop]],
+                [shard.exp_avg_sq[start:stop]],
+                [],
+                [self._step],
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+            if shard.master is not None:
+                shard.weights[start:stop].copy_(weights[start:stop])
+        if shard.reduction.group is None:
+            return None
+        return all_gather(shard.reduction.bucket.weights, shard.weights, shard.reduction.group)
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradient buffers in place. Gradients are views of them, so `set_to_none=True` is a ValueError."""
         if set_to_none:
             raise ValueError("zero_grad(set_to_none=True) would cut the gradients off their buckets: call zero_grad()")
-        for flat in self._flats:
-            flat.bucket.gradients.zero_()
+        self.reduction.zero()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count, state and settings, keyed by parameter name; the tensors are views of the live state."""
+        """Step count, state and settings, keyed by parameter name; the tensors are views of the live state.
+
+        It is this rank's part: a parameter of which the rank owns a range has that range, flat (perhaps empty).
+        """
         return {
             "step": self.steps_taken,
             "state": {name: dict(self.state[parameter]) for parameter, name in self._names.items()},
@@ -196,14 +233,26 @@ class ShardedAdamW(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.steps_taken = int(state_dict["step"])
 
+    def full_state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of exp_avg, exp_avg_sq and, for bf16 weights, master: whole, by the model's names; a collective."""
+        local: dict[str, dict[str, Tensor]] = {}
+        for shard in self._shards:
+            for key, owned in shard.tensors().items():
+                whole = shard.reduction.gathered(owned)
+                named = {entry.name: entry.view(whole) for entry in shard.reduction.bucket.entries}
+                local.setdefault(key, {}).update(named)
+        return {key: self._compiled.full_tensors(tensors) for key, tensors in local.items()}
+
     def memory_report(self) -> MemoryReport:
         """Bytes of weights, gradients, masters and moments, per bucket; print it for a table."""
-        return MemoryReport(tuple(_memory_of(flat) for flat in self._flats))
+        return MemoryReport(tuple(_memory_of(shard) for shard in self._shards))
 
     def _check_gradients(self) -> None:
-        for flat in self._flats:
-            base, size = flat.bucket.gradients.data_ptr(), flat.bucket.gradients.element_size()
-            for entry in flat.bucket.entries:
+        for part in self.reduction.parts:
+            if isinstance(part, ShardedReduction):
+                continue  # there is no whole gradient to point into
+            base, size = part.bucket.gradients.data_ptr(), part.bucket.gradients.element_size()
+            for entry in part.bucket.entries:
                 if not entry.parameter.requires_grad:
                     continue
                 gradient = entry.parameter.grad
@@ -214,14 +263,30 @@ class ShardedAdamW(torch.optim.Optimizer):
                     )
 
 
-def _memory_of(flat: _Flat) -> BucketMemory:
+def _shard(part: BucketReduction, compiled: BucketedModel, group_of: Mapping[nn.Parameter, int]) -> _Shard:
+    size, weights = part.stop_at - part.start_at, part.bucket.weights
+    master = None
+    if weights.dtype != torch.float32:
+        master = compiled.fp32_weights(part.bucket, part.start_at, part.stop_at)
+    exp_avg, exp_avg_sq = (weights.new_zeros(size, dtype=torch.float32) for _ in range(2))
+    return _Shard(part, master, exp_avg, exp_avg_sq, tuple(_chunks(part, group_of)))
+
+
+def _memory_of(shard: _Shard) -> BucketMemory:
+    part = shard.reduction
+    parameters = sum(entry.numel for entry in part.bucket.entries)
+    gradients = part.owned.nbytes if isinstance(part, ShardedReduction) else part.bucket.gradients.nbytes
+    per_gradient = part.owned.element_size() / (part.shards if isinstance(part, ShardedReduction) else 1)
+    per_state = (8 if shard.master is None else 12) / part.shards
     return BucketMemory(
-        name=flat.bucket.name,
-        parameters=sum(entry.numel for entry in flat.bucket.entries),
-        weights=flat.bucket.weights.nbytes,
-        gradients=flat.bucket.gradients.nbytes,
-        master=0 if flat.master is None else flat.master.nbytes,
-        moments=flat.exp_avg.nbytes + flat.exp_avg_sq.nbytes,
+        name=part.bucket.name,
+        parameters=parameters,
+        shards=part.shards,
+        formula=parameters * (part.bucket.weights.element_size() + per_gradient + per_state),
+        weights=part.bucket.weights.nbytes,
+        gradients=gradients,
+        master=0 if shard.master is None else shard.master.nbytes,
+        moments=shard.exp_avg.nbytes + shard.exp_avg_sq.nbytes,
     )
 
 
@@ -234,17 +299,18 @@ def _norm(gradient_R: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.cat([rows, tail[None]]))
 
 
-def _chunks(bucket: Bucket, group_of: Mapping[nn.Parameter, int]) -> Iterator[tuple[int, int, int]]:
-    """The trainable elements of a bucket as (param group, start, stop): neighbours of one group are joined across the
-    zero padding, which AdamW leaves at zero, then cut to `_CHUNK` elements."""
+def _chunks(part: BucketReduction, group_of: Mapping[nn.Parameter, int]) -> Iterator[tuple[int, int, int]]:
+    """The trainable elements of the owned slice as (param group, start, stop), counted from its start: neighbours of
+    one group are joined across the zero padding, which AdamW leaves at zero, then cut to `_CHUNK` elements."""
     runs: list[tuple[int | None, int, int]] = []
-    for entry in bucket.entries:
+    for entry in part.bucket.entries:
         group, stop = group_of.get(entry.parameter), entry.offset + entry.numel
         if runs and runs[-1][0] == group:
             runs[-1] = (group, runs[-1][1], stop)
         else:
             runs.append((group, entry.offset, stop))
     for group, start, stop in runs:
+        start, stop = max(start, part.start_at) - part.start_at, min(stop, part.stop_at) - part.start_at
         if group is not None:
             for first in range(start, stop, _CHUNK):
                 yield group, first, min(first + _CHUNK, stop)
@@ -278,7 +344,10 @@ def _check_settings(
         (weight_decay >= 0, f"weight_decay is {weight_decay}: it must be at least 0"),
         (clip_norm > 0, f"clip_norm is {clip_norm}: it must be greater than 0 (inf: never clip)"),
         (clip_after >= 0, f"clip_after is {clip_after}: it must be at least 0 steps"),
-        (sharding in SHARDINGS, f"sharding is {sharding!r}: it must be one of {', '.join(SHARDINGS)}"),
+        (
+            sharding in get_args(Sharding),
+            f"sharding is {sharding!r}: it must be one of {', '.join(get_args(Sharding))}",
+        ),
         (zero in (1, 2), f"zero is {zero}: it must be 1 (whole gradients) or 2 (sharded)"),
         (
             reduce_dtype in (torch.float32, torch.bfloat16),

@@ -2,4 +2,6 @@
 
 import torch
 
+from tests.ranks import ranks  # noqa: F401  a fixture for all tests
+
 torch.set_num_threads(1)

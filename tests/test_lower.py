@@ -42,7 +42,8 @@ def test_a_missing_mark_loses_a_gradient_silently() -> None:
 def test_the_first_call_refuses_a_missing_mark() -> None:
     ids, labels = random_ids(97, 1, 8)
     compiled = optimus.compile(ours(olmoe_config()), sequence_length=8, backend="eager")
-    compiled._marks = {graph: (False,) * len(marks) for graph, marks in compiled._marks.items()}
+    executor = compiled._executor
+    executor._marks = {graph: (False,) * len(marks) for graph, marks in executor._marks.items()}
     with pytest.raises(
         RuntimeError, match=r"model.embed_tokens.weight needs a gradient, and the embed was compiled without"
     ):
@@ -69,7 +70,7 @@ def test_functions_do_not_grow_with_depth() -> None:
         ids, labels = random_ids(97, 1, 8)
         compiled = optimus.compile(ours(olmoe_config(num_hidden_layers=layers)), sequence_length=8, backend="aot_eager")
         compiled.train_step(ids, labels)
-        counts.add(len(compiled._functions))
+        counts.add(len(compiled._executor._functions))
     assert counts == {3}  # embed, layer, head
 
 

@@ -88,7 +88,7 @@ def grouped_mlp_backward(
     """Gradients (dx_TH, dweights_TK, dgate_up_E2IH, ddown_EHI) of grouped_mlp, each in its input's dtype.
 
     Rows of dy_RH and gate_up_R2I past offsets_E[-1] are not read. An expert without rows gets exactly zero, and so does
-    the weight of a choice whose expert is not local.
+    the weight of a choice without a row.
     """
     backward = select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=grouped_mlp_backward_cpu)
     return backward(dy_RH, x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E, gate_up_R2I)
@@ -142,11 +142,11 @@ def experts_with_rows(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def weight_of_rows(weights_TK: Tensor, row_TK: Tensor) -> Tensor:
+def weight_of_rows(weights_TK: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
     """[R, 1]: the routing weight of each row in fp32 (fp64 for fp64), 0 past the last offset."""
     accumulate = torch.promote_types(weights_TK.dtype, torch.float32)
-    spare_R1 = weights_TK.new_zeros(row_TK.numel() + 1, dtype=accumulate)
-    spare_R1[row_TK.flatten()] = weights_TK.flatten().to(accumulate)  # row -1, a foreign choice, is the spare last slot
+    spare_R1 = weights_TK.new_zeros(num_rows + 1, dtype=accumulate)
+    spare_R1[row_TK.flatten()] = weights_TK.flatten().to(accumulate)  # row -1, no row, is the spare slot
     return spare_R1[:-1, None]
 
 
@@ -162,7 +162,7 @@ def grouped_mlp_reference(
     """The definition: gather, grouped product, activation, grouped product, over all rows at once."""
     gate_up_R2I = _grouped_matmul(x_TH[token_R], gate_up_E2IH.flatten(1, 2).mT, offsets_E)
     gate_RI, up_RI = _accumulate(gate_up_R2I).chunk(2, dim=1)
-    h_RI = F.silu(gate_RI) * up_RI * weight_of_rows(weights_TK, row_TK)
+    h_RI = F.silu(gate_RI) * up_RI * weight_of_rows(weights_TK, row_TK, len(token_R))
     return _grouped_matmul(h_RI.to(x_TH.dtype), down_EHI.mT, offsets_E), gate_up_R2I
 
 
@@ -180,14 +180,14 @@ def grouped_mlp_backward_reference(
     """The chain rule over all rows at once. Rows past the last offset are zero in every grouped product."""
     used_R1 = (torch.arange(len(token_R), device=token_R.device) < offsets_E[-1])[:, None]
     gate_RI, up_RI = _accumulate(gate_up_R2I.where(used_R1, 0)).chunk(2, dim=1)
-    weight_R1 = weight_of_rows(weights_TK, row_TK)
+    weight_R1 = weight_of_rows(weights_TK, row_TK, len(token_R))
     act_RI = F.silu(gate_RI) * up_RI
     h_RI = (act_RI * weight_R1).to(x_TH.dtype)
 
     dh_RI = _accumulate(_grouped_matmul(dy_RH, down_EHI, offsets_E))
     ddown_EHI = _grouped_outer(dy_RH, h_RI, offsets_E)
     dweight_R = (dh_RI * act_RI).sum(1)
-    dweights_TK = F.pad(dweight_R, (0, 1))[row_TK].to(weights_TK.dtype)  # row -1, a foreign choice, reads the padding
+    dweights_TK = F.pad(dweight_R, (0, 1))[row_TK].to(weights_TK.dtype)  # row -1 reads the padding
 
     dact_RI = dh_RI * weight_R1
     sigmoid_RI = torch.sigmoid(gate_RI)
@@ -231,7 +231,7 @@ def grouped_mlp_cpu(
     """Expert by expert, so that its rows are gathered, activated and multiplied while they are in cache."""
     gate_up_R2I = x_TH.new_empty(len(token_R), 2 * down_EHI.shape[2])
     y_RH = x_TH.new_empty(len(token_R), x_TH.shape[1])
-    weight_R1 = weight_of_rows(weights_TK, row_TK)
+    weight_R1 = weight_of_rows(weights_TK, row_TK, len(token_R))
     matmul = matmul_dtype(x_TH)
     x_TH = x_TH.to(matmul)
     for expert, rows in experts_with_rows(offsets_E):
@@ -261,7 +261,7 @@ def grouped_mlp_backward_cpu(
     dx_RH = recycled_empty((len(token_R), x_TH.shape[1]), matmul)
     dgate_up_E2IH = recycled_empty(gate_up_E2IH.shape, dtype)
     ddown_EHI = recycled_empty(down_EHI.shape, dtype)
-    weight_R1 = weight_of_rows(weights_TK, row_TK)
+    weight_R1 = weight_of_rows(weights_TK, row_TK, len(token_R))
     dweight_R1 = torch.zeros_like(weight_R1)
     for expert, rows in experts_with_rows(offsets_E):
         dy_rH = dy_RH[rows].to(matmul)

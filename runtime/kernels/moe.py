@@ -13,6 +13,6 @@ def moe(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up_E2IH: Tens
     Differentiable in all but the indices. A choice outside [0, E) contributes nothing. Argument dtypes and errors:
     grouped_mlp, index_tokens.
     """
-    token_R, row_TK, offsets_E = index_tokens(indices_TK, None, down_EHI.shape[0])
+    token_R, row_TK, offsets_E, _ = index_tokens(indices_TK, None, down_EHI.shape[0])
     y_RH, _ = grouped_mlp(x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E)
     return reduce_outputs(y_RH, row_TK, token_R)

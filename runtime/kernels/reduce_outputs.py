@@ -41,10 +41,11 @@ reduce_outputs.register_autograd(_backward, setup_context=_setup_context)
 
 
 def sum_rows_reference(y_RH: Tensor, row_TK: Tensor) -> Tensor:
-    """[T, H]: choice by choice; a row of -1 reads the last row and drops what it read, which may be NaN."""
+    """[T, H]: choice by choice; a row of -1 reads a row of zeros behind the last."""
     sum_TH = y_RH.new_zeros(row_TK.shape[0], y_RH.shape[1], dtype=torch.promote_types(y_RH.dtype, torch.float32))
+    y_RH = F.pad(y_RH, (0, 0, 0, 1))
     for row_T in row_TK.unbind(1):
-        sum_TH += torch.where(row_T[:, None] >= 0, y_RH[row_T], 0)
+        sum_TH += y_RH[row_T]
     return sum_TH.to(y_RH.dtype)
 
 

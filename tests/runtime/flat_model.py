@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from optimus_compiler.mesh import Mesh
 from optimus_compiler.runtime.buckets import Bucket, Entry
+from optimus_compiler.runtime.reduction import GradientReduction
 
 _ALIGNMENT = 32  # elements: 128 bytes of fp32
 
@@ -19,8 +21,13 @@ class FlatModel:
         self._fp32 = {name: _flatten(weights) for name, weights in tensors.items()}
         self.buckets = tuple(_bucket(name, weights, self._fp32[name].to(dtype)) for name, weights in tensors.items())
 
-    def fp32_weights(self, bucket: Bucket) -> Tensor:
-        return self._fp32[bucket.name].clone()
+        self.reduction = GradientReduction(self.buckets, Mesh())
+
+    def fp32_weights(self, bucket: Bucket, start: int, stop: int) -> Tensor:
+        return self._fp32[bucket.name][start:stop].clone()
+
+    def full_tensors(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(local)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {entry.name: entry.parameter for bucket in self.buckets for entry in bucket.entries}

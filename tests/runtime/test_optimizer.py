@@ -341,8 +341,8 @@ def test_memory_report_counts_the_tensors() -> None:
     first = report.buckets[0]
     assert (first.weights, first.gradients, first.master, first.moments) == (8192, 8192, 16384, 32768)
     text = str(report)
-    assert text.splitlines()[1].split() == ["a", "4,096", "8,192", "8,192", "16,384", "32,768", "65,536"]
-    assert "16.00 bytes a parameter; the 16-byte rule gives 66,048 bytes" in text
+    assert text.splitlines()[1].split() == ["a", "4,096", "1", "8,192", "8,192", "16,384", "32,768", "65,536"]
+    assert "16.00 bytes a parameter; the rule gives 66,048 bytes" in text
 
 
 def test_memory_report_of_fp32_has_no_master() -> None:

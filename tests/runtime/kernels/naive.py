@@ -1,10 +1,14 @@
 """The SparseMoE block one token and one choice at a time in fp64: what the fused ops are tested against."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+NAMES = ("x", "weights", "gate_up", "down")
 
 
 class Block(NamedTuple):
@@ -64,10 +68,14 @@ def naive_moe(block: Block, first_expert: int = 0) -> Tensor:
     return torch.stack(rows) + unused
 
 
+def output_gradient(shape: torch.Size) -> Tensor:
+    """The fixed random dy of `gradients`, in fp64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
 def gradients(y_TH: Tensor, block: Block) -> tuple[Tensor, ...]:
     """Gradients of x, weights, gate_up, down for a fixed random dy."""
-    dy_TH = torch.randn(y_TH.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return torch.autograd.grad(y_TH, block.differentiable, dy_TH.to(y_TH.dtype))
+    return torch.autograd.grad(y_TH, block.differentiable, output_gradient(y_TH.shape).to(y_TH.dtype))
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
@@ -75,3 +83,18 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     scale = b.norm()
     return float((a - b).norm() / (scale if scale > 0 else 1))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Every torch.empty is filled with NaN."""
+    deterministic: Any = torch.utils.deterministic
+    before = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(False)

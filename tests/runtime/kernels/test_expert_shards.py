@@ -13,9 +13,9 @@ T, H, WIDTH, E, K = 13, 10, 6, 8, 3
 
 
 def one_rank(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, first: int) -> Tensor:
-    tables = index_tokens(indices, torch.tensor(first), len(down))
-    y_RH, _ = grouped_mlp(x, weights, gate_up, down, *tables)
-    return reduce_outputs(y_RH, tables[1], tables[0])
+    token_R, row_TK, offsets_E, _ = index_tokens(indices, torch.tensor(first), len(down))
+    y_RH, _ = grouped_mlp(x, weights, gate_up, down, token_R, row_TK, offsets_E)
+    return reduce_outputs(y_RH, row_TK, token_R)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])

@@ -17,10 +17,9 @@ from optimus_compiler.runtime.kernels import (
     set_kernels,
     use_kernels,
 )
-from tests.runtime.kernels.naive import Block, gradients, make_block, naive_moe, relative_error
+from tests.runtime.kernels.naive import NAMES, Block, gradients, make_block, naive_moe, poisoned, relative_error
 
 both = pytest.mark.parametrize("kernels", ["reference", "cpu"])
-NAMES = ("x", "weights", "gate_up", "down")
 
 one_expert = torch.zeros(11, 1, dtype=torch.int64)
 skewed = torch.tensor([[4, 0]] * 9 + [[4, 2]] * 8)  # experts 1 and 3 have no token
@@ -37,22 +36,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def run_moe(block: Block, first_expert: Tensor | None = None) -> Tensor:
-    token_R, row_TK, offsets_E = index_tokens(block.indices_TK, first_expert, len(block.down_EHI))
+    token_R, row_TK, offsets_E, _ = index_tokens(block.indices_TK, first_expert, len(block.down_EHI))
     y_RH, _ = grouped_mlp(*block.differentiable, token_R, row_TK, offsets_E)
     return reduce_outputs(y_RH, row_TK, token_R)
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Every torch.empty is filled with NaN."""
-    torch.use_deterministic_algorithms(True)
-    deterministic: Any = torch.utils.deterministic
-    before = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = True
-    assert torch.empty(3).isnan().all()
-    yield
-    deterministic.fill_uninitialized_memory = before
-    torch.use_deterministic_algorithms(False)
+    with poisoned():
+        yield
 
 
 @both
@@ -159,7 +151,7 @@ def test_gradcheck(kernels: Kernels) -> None:
 @both
 def test_opcheck(kernels: Kernels) -> None:
     block = make_block(T=6, K=2, E=3, H=6, width=4)
-    token_R, row_TK, offsets_E = index_tokens(block.indices_TK, None, 3)
+    token_R, row_TK, offsets_E, _ = index_tokens(block.indices_TK, None, 3)
     y_RH, gate_up_R2I = grouped_mlp(*block.differentiable, token_R, row_TK, offsets_E)
     y_RH = y_RH.detach()
     with use_kernels(kernels):
@@ -172,7 +164,7 @@ def test_opcheck(kernels: Kernels) -> None:
 def test_an_unused_output_has_no_gradient() -> None:
     """The saved gate_up is not differentiable, and expanded (stride 0) gradients are accepted."""
     block = make_block(T=6, K=2, E=3, H=6, width=4)
-    y_RH, gate_up_R2I = grouped_mlp(*block.differentiable, *index_tokens(block.indices_TK, None, 3))
+    y_RH, gate_up_R2I = grouped_mlp(*block.differentiable, *index_tokens(block.indices_TK, None, 3)[:3])
     assert y_RH.requires_grad
     assert not gate_up_R2I.requires_grad
     expanded = torch.autograd.grad(run_moe(block).sum(), block.differentiable)
@@ -204,7 +196,7 @@ def test_shapes_beyond_two_to_the_31_elements() -> None:
     with FakeTensorMode():
         x_TH, weights_TK = torch.empty(2**18, 4096), torch.empty(2**18, 8)
         gate_up, down = torch.empty(512, 2, 1024, 4096), torch.empty(512, 4096, 1024)
-        indexed = index_tokens(torch.empty(2**18, 8, dtype=torch.int64), None, 512)
+        indexed = index_tokens(torch.empty(2**18, 8, dtype=torch.int64), None, 512)[:3]
         y_RH, gate_up_R2I = grouped_mlp(x_TH, weights_TK, gate_up, down, *indexed)
         assert (y_RH.shape, gate_up_R2I.shape) == ((2**21, 4096), (2**21, 2048))
         assert reduce_outputs(y_RH, indexed[1], indexed[0]).shape == (2**18, 4096)
@@ -231,14 +223,14 @@ def test_rows_and_tables_past_two_to_the_31_elements_are_addressed(kernels: Kern
 
 def test_mixed_dtypes_and_wrong_layouts_are_refused() -> None:
     block = make_block(T=6, K=2, E=3, H=6, width=4)
-    indexed = index_tokens(block.indices_TK, None, 3)
+    indexed = index_tokens(block.indices_TK, None, 3)[:3]
     x_TH, weights_TK, gate_up, down = block.differentiable
     with pytest.raises(ValueError, match=r"x is torch\.bfloat16, gate_up torch\.float32"):
         grouped_mlp(x_TH.bfloat16(), weights_TK, gate_up, down, *indexed)
     with pytest.raises(ValueError, match=r"wants gate_up \(3, 2, 4, 6\)"):
         grouped_mlp(x_TH, weights_TK, gate_up.flatten(1, 2), down, *indexed)
     with pytest.raises(ValueError, match=r"offsets \(2,\)"):
-        grouped_mlp(x_TH, weights_TK, gate_up, down, *index_tokens(block.indices_TK, None, 2))
+        grouped_mlp(x_TH, weights_TK, gate_up, down, *index_tokens(block.indices_TK, None, 2)[:3])
 
 
 def test_a_choice_that_cannot_run_is_refused() -> None:

@@ -1,0 +1,119 @@
+"""Executor: compiles the segments of a program on first use and runs them in order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from optimus_compiler.lower import Backend, Function, copy_graph, gradient_marks, lower
+from optimus_compiler.passes import lift_row_bounds
+from optimus_compiler.program import Program, Segment, keep_outputs
+from optimus_compiler.runtime.kernels import Kernels, set_kernels
+
+
+@dataclass
+class _Step:
+    """One segment and its compiled function."""
+
+    segment: Segment
+    parameters: Sequence[Tensor]
+    marks: tuple[bool, ...]
+    function: Function
+    last_read: tuple[str, ...] = ()  # values that nothing after this segment needs
+    checked: bool = False
+
+
+class Executor:
+    """Runs a program on given parameters. Segments of one key are compiled once."""
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        backend: Backend,
+        kernels: Kernels,
+    ) -> None:
+        self.program = program
+        self.backend = backend
+        self.kernels = kernels
+        self._parameters = parameters
+        constants = {**program.constants, **program.constant_values()}
+        self._constants = {name: value.to(device, copy=True) for name, value in constants.items()}
+        self._functions: dict[str, Function] = {}
+        self._marks = gradient_marks(program)
+        self._schedules: dict[tuple[tuple[str, ...], bool], list[_Step]] = {}
+
+    def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...], *, exact_rows: bool = True) -> dict[str, Tensor]:
+        """Runs the segments; the wanted outputs by role, those that the program has.
+
+        exact_rows: row buffers hold every row there can be. Without it they are bounded, and the outputs
+        `program.overflows()` say whether the bounds held.
+        """
+        set_kernels(self.kernels)
+        wanted = tuple(role for role in wanted if role in self.program.outputs)
+        values = {**self._constants, **inputs}
+        for step in self._schedule(wanted, exact_rows or not self.program.overflows()):
+            arguments = [*step.parameters, *(values[name] for name in step.segment.inputs)]
+            if not torch.is_grad_enabled():
+                # AOTAutograd's functions switch gradients on: what needs none must look so
+                arguments = [argument.detach() for argument in arguments]
+            elif not step.checked:
+                _check_marks(step, arguments)
+            values.update(zip(step.segment.outputs, step.function(*arguments), strict=True))
+            for name in step.last_read:
+                del values[name]
+        return {role: values[self.program.outputs[role]] for role in wanted}
+
+    def _schedule(self, wanted: tuple[str, ...], exact_rows: bool) -> list[_Step]:
+        """The segments compiled for the wanted outputs; only the head differs between choices of outputs."""
+        if (wanted, exact_rows) not in self._schedules:
+            steps = []
+            results = {self.program.outputs[role] for role in wanted}
+            for segment in self.program.segments:
+                if segment.kind == "const":
+                    continue
+                marks = self._marks[id(segment.graph)]
+                if segment.kind == "head":
+                    segment, marks = _with_outputs(segment, marks, results)
+                if exact_rows and self.program.overflows():
+                    segment = replace(segment, graph=copy_graph(segment.graph))
+                    lift_row_bounds(segment.graph)
+                if segment.key not in self._functions:
+                    self._functions[segment.key] = lower(segment, marks, self.backend, self.program.mesh)
+                parameters = [self._parameters[name] for name in segment.parameters]
+                steps.append(_Step(segment, parameters, marks, self._functions[segment.key]))
+            _note_last_reads(steps, results)
+            self._schedules[wanted, exact_rows] = steps
+        return self._schedules[wanted, exact_rows]
+
+
+def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
+    """A copy of a segment that computes only some of its outputs, with the gradient marks that remain."""
+    names = (*segment.parameters, *segment.inputs)
+    copy = replace(segment, graph=copy_graph(segment.graph))
+    keep_outputs([copy], [i for i, name in enumerate(segment.outputs) if name in results])
+    mark_of = dict(zip(names, marks, strict=True))
+    return copy, tuple(mark_of[name] for name in (*copy.parameters, *copy.inputs))
+
+
+def _note_last_reads(steps: list[_Step], results: set[str]) -> None:
+    """Marks where each activation is read last, so that evaluation holds only what it needs."""
+    made = {name for step in steps for name in step.segment.outputs}
+    later = set(results)
+    for step in reversed(steps):
+        seen = set(step.segment.inputs) | set(step.segment.outputs)
+        step.last_read = tuple(name for name in made & seen if name not in later)
+        later |= seen
+
+
+def _check_marks(step: _Step, arguments: list[Tensor]) -> None:
+    names = (*step.segment.parameters, *step.segment.inputs)
+    for name, mark, argument in zip(names, step.marks, arguments, strict=True):
+        if argument.requires_grad and not mark:
+            raise RuntimeError(
+                f"{name} needs a gradient, and the {step.segment.kind} was compiled without one: this is a bug"
+            )
+    step.checked = True

@@ -1,0 +1,79 @@
+"""The collectives of the runtime: flat tensors in place, asynchronous, SUM only (never AVG)."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optimus_compiler.mesh import DIMENSIONS, Mesh
+
+Transfer = Literal["broadcast", "all_reduce"]
+
+
+def reduce_scatter(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Starts summing `flat` over the group into `own`, this rank's slice of `flat`; the rest of it stays as it is."""
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return collective(own, flat, group=group, async_op=True)
+
+
+def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Starts filling `flat` with every rank's `own`, which may be this rank's slice of `flat`."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(flat, own, group=group, async_op=True)
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sums a tensor over a group in place; None is a group of one rank."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+@contextmanager
+def together(mesh: Mesh) -> Iterator[None]:
+    """A block that fails on every rank when it fails on one: nobody waits for a rank that gave up.
+
+    The rank that failed raises its own error, the others a RuntimeError that names it.
+    """
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    failed = torch.zeros(mesh.size, dtype=torch.int32, device=mesh.device)
+    failed[mesh.rank] = fault is not None
+    ranks = all_reduce(failed, mesh.group(*DIMENSIONS)).nonzero().flatten().tolist()
+    if fault is not None:
+        raise fault
+    if ranks:
+        raise RuntimeError(f"rank {ranks[0]} failed: its own message says why")
+
+
+def gather_shards(local: Tensor, placement: Mapping[str, int], mesh: Mesh) -> Tensor:
+    """The full parameter from every rank's shard, on every rank; a collective over the dimensions it is sharded on."""
+    full = local.detach().contiguous()
+    for dimension, axis in placement.items():
+        group = mesh.group(dimension)
+        if group is not None:
+            parts = [torch.empty_like(full) for _ in range(mesh.size_of(dimension))]
+            dist.all_gather(parts, full, group=group)
+            full = torch.cat(parts, dim=axis)
+    return full
+
+
+def share(tensor: Tensor, source: int, transfer: Transfer, group: dist.ProcessGroup | None) -> None:
+    """Copies `tensor` from global rank `source` to all ranks of the group, in place, bit by bit.
+
+    "all_reduce" is for stacks where broadcast fails: the other ranks add zeros, as bytes, so that no bit changes.
+    """
+    if group is None:
+        return
+    if transfer == "broadcast":
+        dist.broadcast(tensor, source, group=group)
+        return
+    if dist.get_rank() != source:
+        tensor.zero_()
+    dist.all_reduce(tensor.view(-1).view(torch.uint8), group=group)
