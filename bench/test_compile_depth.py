@@ -26,7 +26,7 @@ ids = torch.randint(0, 50304, (1, 128))
 compiled.train_step(ids, ids.clone())
 end = time.perf_counter()
 nodes = sum(report.seconds for report in compiled.program.history)
-print(json.dumps([captured - start - nodes, nodes, end - captured, len(compiled._functions)]))
+print(json.dumps([captured - start - nodes, nodes, end - captured, len(compiled._executor._functions)]))
 """
 
 

@@ -1,5 +1,6 @@
-"""Buckets: the weights and gradients of one segment and role in two flat tensors, of which parameters are views."""
+"""Buckets: the weights and gradients of one segment in two flat tensors, of which parameters are views."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus_compiler.mesh import Mesh
-from optimus_compiler.program import ParameterSpec, Program, Role
+from optimus_compiler.program import ParameterSpec, Program
 
 ALIGNMENT = 128  # bytes: every parameter starts on a cache line pair, on any device
 
@@ -28,7 +29,7 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """Weights and gradients of the trainable parameters of one segment, role and placement, this rank's shards.
+    """Weights and gradients of the trainable parameters of one segment and placement, this rank's shards.
 
     Parameters and their `.grad` are views into `weights` and `gradients` and persist: backward adds in place, the
     optimizer updates flat tensors. Padding between entries and at the end is zero and stays zero; the end is padded so
@@ -36,7 +37,6 @@ class Bucket:
     """
 
     name: str
-    role: Role
     weights: Tensor  # [numel], the parameters' dtype
     gradients: Tensor  # [numel]; empty while whole gradients are not kept (release_gradients)
     entries: tuple[Entry, ...]
@@ -64,14 +64,13 @@ class Bucket:
 
 
 def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
-    """A bucket of zeros for each (segment, role, dtype, placement), in program order; a tied weight is in its first
-    segment's."""
+    """A bucket of zeros for each (segment, dtype, placement), in program order; a tied weight is in its first segment's.
+
+    The embedding is with the first layer: its backward, the last, is too short for anything to travel meanwhile.
+    """
     members: dict[str, list[ParameterSpec]] = {}
     placed: set[str] = set()
-    layers = 0
-    for segment in program.segments:
-        label = f"layer{layers}" if segment.kind == "layer" else segment.kind
-        layers += segment.kind == "layer"
+    for label, segment in zip(_labels(program), program.segments, strict=True):
         for name in segment.parameters:
             spec = program.parameters[name]
             if spec.trainable and name not in placed:
@@ -80,10 +79,19 @@ def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
     return tuple(_bucket(program.mesh, name, specs, device) for name, specs in members.items())
 
 
+def _labels(program: Program) -> list[str]:
+    """What the bucket of each segment is called: embed+layer0, layer1, ..., head."""
+    layers = itertools.count()
+    labels = [f"layer{next(layers)}" if segment.kind == "layer" else segment.kind for segment in program.segments]
+    if "embed" in labels and "layer0" in labels:
+        labels = ["embed+layer0" if label in ("embed", "layer0") else label for label in labels]
+    return labels
+
+
 def _kind_of(spec: ParameterSpec, mesh: Mesh) -> str:
-    """What the parameters of a bucket have in common: dense.float32, expert.bfloat16/ep."""
+    """What the parameters of a bucket have in common: float32, or bfloat16/ep."""
     sharded = [name for name in spec.placement if mesh.size_of(name) > 1]
-    return "/".join([f"{spec.role}.{str(spec.dtype).removeprefix('torch.')}", *sharded])
+    return "/".join([str(spec.dtype).removeprefix("torch."), *sharded])
 
 
 def _bucket(mesh: Mesh, name: str, specs: list[ParameterSpec], device: torch.device) -> Bucket:
@@ -100,9 +108,7 @@ def _bucket(mesh: Mesh, name: str, specs: list[ParameterSpec], device: torch.dev
         numel = math.prod(shape)
         parameter = nn.Parameter(weights[offset : offset + numel].view(shape))
         entries.append(Entry(spec.name, parameter, offset, numel))
-    bucket = Bucket(
-        name, specs[0].role, weights, torch.zeros_like(weights), tuple(entries), specs[0].replicated(), state
-    )
+    bucket = Bucket(name, weights, torch.zeros_like(weights), tuple(entries), specs[0].replicated(), state)
     bucket._attach()
     return bucket
 

@@ -6,10 +6,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,15 @@ from optimus_compiler.config import (
 )
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.models import ModelConfig, build, from_hf, from_name
+from optimus_compiler.runtime.collectives import together
 from optimus_compiler.runtime.data.dataset import PreparedData
+from optimus_compiler.runtime.data.loader import DataLoader
 from optimus_compiler.runtime.metrics import METRICS, StepMetrics, flops_per_token, peak_flops, peak_memory
 from optimus_compiler.runtime.optimizer import ShardedAdamW
 from optimus_compiler.runtime.schedule import learning_rate
 
 CONFIG = "config.toml"
+PROFILED_STEP = 3  # the first compiles, the second still fills caches
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -48,33 +51,39 @@ class Run:
     model_config: ModelConfig
     data: PreparedData
     directory: Path
+    mesh: Mesh
 
 
 def open_run(config: Config, directory: Path) -> Run:
-    """Check that `config` can run here and create `directory` with the resolved config.toml.
+    """Check that `config` can run here and create `directory` with the resolved config.toml; every rank calls it.
 
     Raises ValueError (one sentence) for anything the user has to change; nothing has been written then.
     """
-    check_mesh(config)
     refuse_unsupported(config)
-    model_config = load_model_config(config.model)
-    if config.data.path is None:
-        raise ConfigError("data.path is missing: add it, or pass --set data.path=DIR, a folder of `optimus prepare`")
-    data = PreparedData.open(config.data.path)
-    resolved = resolve(config, context_length=data.context_length)
-    _check_data(resolved, model_config, data)
-    if (directory / METRICS).exists() and (directory / METRICS).stat().st_size > 0:
-        raise ConfigError(
-            f"{directory} already holds a run: give another --output (resuming needs checkpoints, "
-            "which this version does not write)"
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(to_toml(resolved), encoding="utf-8")
-    return Run(resolved, model_config, data, directory)
+    mesh = open_mesh(config)
+    with together(mesh):
+        model_config = load_model_config(config.model)
+        if config.data.path is None:
+            raise ConfigError(
+                "data.path is missing: add it, or pass --set data.path=DIR, a folder of `optimus prepare`"
+            )
+        data = PreparedData.open(config.data.path, rank=mesh.rank, ranks=mesh.size)
+        resolved = resolve(config, context_length=data.context_length)
+        _check_data(resolved, model_config, data)
+        if (directory / METRICS).exists() and (directory / METRICS).stat().st_size > 0:
+            raise ConfigError(
+                f"{directory} already holds a run: give another --output (resuming needs checkpoints, "
+                "which this version does not write)"
+            )
+    with together(mesh):
+        if mesh.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / CONFIG).write_text(to_toml(resolved), encoding="utf-8")
+    return Run(resolved, model_config, data, directory, mesh)
 
 
-def check_mesh(config: Config) -> Mesh:
-    """The mesh of the run; raises ValueError when it does not fit the processes of this job."""
+def open_mesh(config: Config) -> Mesh:
+    """The mesh of the run, its processes connected; raises ValueError when it does not fit the processes of the job."""
     return Mesh(pp=config.mesh.pp, dp=config.mesh.dp, ep=config.mesh.ep, tp=config.mesh.tp)
 
 
@@ -95,34 +104,42 @@ def plain_model(config: Config, model_config: ModelConfig) -> nn.Module:
         return build(model_config).to(_DTYPES[config.train.precision])
 
 
-def compile_model(config: ResolvedConfig, model_config: ModelConfig) -> CompiledModel:
+def compile_model(config: ResolvedConfig, model_config: ModelConfig, mesh: Mesh) -> CompiledModel:
     """The compiled model of a resolved configuration, its weights drawn from train.seed."""
     train = config.train
+    masked = ("document_ids", "position_ids") if config.data.document_mask else ()
     return compile(
         plain_model(config, model_config),
-        check_mesh(config),
+        mesh,
         sequence_length=train.sequence_length,
         micro_batch_size=train.micro_batch_size,
-        micro_batches=train.global_batch_size // train.micro_batch_size,
+        micro_batches=train.global_batch_size // (train.micro_batch_size * mesh.size_of("dp", "ep")),
+        inputs=("input_ids", "labels", *masked),
         backend=train.backend,
+        dispatch=config.mesh.dispatch,
+        expert_rows=config.mesh.expert_rows,
         force_uniform_routing=train.force_uniform_routing,
         seed=train.seed,
     )
 
 
-def train(run: Run, on_step: Callable[[StepMetrics], None] = lambda metrics: None) -> CompiledModel:
-    """Run every step of `run`, writing one line of metrics each; `on_step` sees the same record.
+def train(
+    run: Run, on_step: Callable[[StepMetrics], None] = lambda metrics: None, *, profile: bool = False
+) -> CompiledModel:
+    """Run every step of `run`; rank 0 writes one line of metrics each, and its `on_step` sees the same record.
 
+    profile: every rank writes what it did in step 3 to trace-rank<n>.json in the run directory, for chrome://tracing.
     Returns the trained model. Raises RunFailedError for whatever stops the run; a non-finite loss or gradient does so
     before it reaches the weights.
     """
     step = 0
     try:
         with _compile_cache(run.directory):
-            compiled = compile_model(run.config, run.model_config)
-            for metrics in _steps(run, compiled):
+            compiled = compile_model(run.config, run.model_config, run.mesh)
+            for metrics in _steps(run, compiled, profile):
                 step = metrics.step
-                on_step(metrics)
+                if run.mesh.rank == 0:
+                    on_step(metrics)
             return compiled
     except RunFailedError:
         raise
@@ -131,39 +148,40 @@ def train(run: Run, on_step: Callable[[StepMetrics], None] = lambda metrics: Non
         raise RunFailedError(f"the run in {run.directory} stopped {where}: {type(error).__name__}: {error}") from error
 
 
-def _steps(run: Run, compiled: CompiledModel) -> Iterator[StepMetrics]:
-    config = run.config
+def _steps(run: Run, compiled: CompiledModel, profile: bool) -> Iterator[StepMetrics]:
+    config, mesh = run.config, run.mesh
     optimizer = _optimizer(compiled, config)
-    device = optimizer.param_groups[0]["params"][0].device
+    device = compiled.device
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     tflops_per_step = flops_per_token(run.model_config, config.train.sequence_length) * tokens_per_step / 1e12
     peak = peak_flops(device, config.train.precision)
-
-    with (
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as reader,
-        open(run.directory / METRICS, "w", encoding="utf-8", buffering=1) as log,  # a line a step, flushed
-    ):
-        next_batch = reader.submit(_batch, run, 0)
+    loader = DataLoader(
+        run.data,
+        seed=config.train.seed,
+        global_batch_size=config.train.global_batch_size,
+        rank=mesh.index_in("dp", "ep"),
+        ranks=mesh.size_of("dp", "ep"),
+        document_mask=config.data.document_mask,
+    )
+    with loader, _metrics_file(run) as log:
         for step in range(config.train.steps):
             started = time.perf_counter()
-            input_ids = next_batch.result()
-            data_wait = time.perf_counter() - started
-            next_batch = reader.submit(_batch, run, step + 1)
-
-            input_ids = input_ids.to(device)
-            output = compiled.train_step(input_ids, input_ids.clone())
-            gradient_norm = optimizer.gradient_norm()
-            loss, ce_loss, aux_loss, norm, expert_load = _read(output, gradient_norm)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise RunFailedError(
-                    f"step {step + 1}: the loss is {loss} and the gradient norm {norm}: stopped before the weights "
-                    f"changed; lower optimizer.lr, or check the data ({run.directory / METRICS} has the steps before)"
-                )
-            lr = _schedule(config, step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step(gradient_norm=gradient_norm)
-            optimizer.zero_grad()
+            batch = loader.next()
+            with _trace(run) if profile and step + 1 == PROFILED_STEP else nullcontext():
+                output = compiled.train_step(**{name: value.to(device) for name, value in batch.inputs().items()})
+                gradient_norm = optimizer.gradient_norm()
+                loss, ce_loss, aux_loss, norm, expert_load = _read(output, gradient_norm)
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    raise RunFailedError(
+                        f"step {step + 1}: the loss is {loss} and the gradient norm {norm}: stopped before the "
+                        f"weights changed; lower optimizer.lr, or check the data ({run.directory / METRICS} has the "
+                        "steps before)"
+                    )
+                lr = _schedule(config, step)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step(gradient_norm=gradient_norm)
+                optimizer.zero_grad()
 
             seconds = time.perf_counter() - started
             metrics = StepMetrics(
@@ -176,14 +194,34 @@ def _steps(run: Run, compiled: CompiledModel) -> Iterator[StepMetrics]:
                 lr=lr,
                 tokens_per_second=tokens_per_step / seconds,
                 tflops=tflops_per_step / seconds,
-                mfu=None if peak is None else tflops_per_step * 1e12 / seconds / peak,
+                mfu=None if peak is None else tflops_per_step * 1e12 / seconds / (peak * mesh.size),
                 peak_memory=peak_memory(device),
-                data_wait=data_wait,
+                data_wait=loader.waited,
                 expert_load_max_over_mean=expert_load,
                 seconds=seconds,
             )
             log.write(metrics.to_json() + "\n")
             yield metrics
+
+
+def _metrics_file(run: Run) -> TextIO:
+    """Where metrics go, a line a step, flushed; ranks other than 0 write nowhere."""
+    path = run.directory / METRICS if run.mesh.rank == 0 else Path(os.devnull)
+    return open(path, "w", encoding="utf-8", buffering=1)
+
+
+@contextmanager
+def _trace(run: Run) -> Iterator[None]:
+    """Records what this rank does, for chrome://tracing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    activities += [
+        kind for kind in (ProfilerActivity.CUDA, ProfilerActivity.XPU) if kind.name.lower() == run.mesh.device.type
+    ]
+    with profile(activities=activities) as profiler:
+        yield
+    profiler.export_chrome_trace(str(run.directory / f"trace-rank{run.mesh.rank}.json"))
 
 
 def _optimizer(compiled: CompiledModel, config: ResolvedConfig) -> ShardedAdamW:
@@ -211,12 +249,6 @@ def _schedule(config: ResolvedConfig, step: int) -> float:
         warmup_steps=settings.warmup_steps,
         decay_steps=settings.decay_steps,
     )
-
-
-def _batch(run: Run, step: int) -> Tensor:
-    """The sequences of a step, int64 [global_batch_size, sequence_length]."""
-    size = run.config.train.global_batch_size
-    return run.data.batch(step * size, size, run.config.train.seed)
 
 
 def _read(output: StepOutput, gradient_norm: Tensor) -> tuple[float, float, float, float, float | None]:

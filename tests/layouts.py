@@ -1,6 +1,6 @@
 """Training a small model in one process and under a mesh: the same micro-batches, and what both must agree on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,22 +40,23 @@ def batches() -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Result:
-    """What runs must agree on: losses and norms of each step, gradients of the first, weights and moments at the end."""
+    """What runs must agree on: losses and norms of each step, first gradients, weights and moments at the end."""
 
-    losses: list[float]
-    aux_losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    aux_losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    redone: list[bool] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
 
 
 def reference_run(model: nn.Module) -> Result:
     """The unmodified module, one process, accumulating the micro-batches, clipped and stepped by torch."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     is_moe = hasattr(model, "router_aux_loss_coef")
-    result = Result([], [], [], {}, {}, {}, {})
+    result = Result()
     for ids, labels in zip(*batches(), strict=True):
         optimizer.zero_grad()
         losses, aux_losses = [], []
@@ -99,13 +100,14 @@ def layout_run(compiled: optimus.CompiledModel, start: dict[str, Tensor], **sett
     mesh = compiled.program.mesh
     compiled.load_state_dict(start)
     optimizer = optimus.ShardedAdamW(compiled, clip_norm=CLIP, **ADAMW, **settings)
-    result = Result([], [], [], {}, {}, {}, {})
+    result = Result()
     for ids, labels in zip(*batches(), strict=True):
         out = compiled.train_step(own_rows(ids, mesh), own_rows(labels, mesh))
         if not result.losses:
             result.gradients = compiled.full_gradients()
         result.losses.append(out.loss.item())
         result.aux_losses.append(out.aux_loss.item())
+        result.redone.append(out.redone)
         result.norms.append(float(optimizer.step()))
         optimizer.zero_grad()
     result.weights = compiled.full_state_dict()

@@ -69,7 +69,8 @@ class Ranks:
 
 
 def _start() -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
+    context.set_forkserver_preload(["optimus_compiler", "torch._dynamo", "functorch.compile", "tests.layouts"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs,), daemon=True)
     process.start()

@@ -11,6 +11,7 @@ import typer
 
 from optimus_compiler.cli.demo import demo
 from optimus_compiler.cli.explain import explain
+from optimus_compiler.cli.import_optimus_data import import_optimus_data
 from optimus_compiler.cli.plot import plot
 from optimus_compiler.cli.prepare import prepare
 from optimus_compiler.cli.pretrain import pretrain
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (prepare, pretrain, explain, plot, demo):
+for command in (prepare, import_optimus_data, pretrain, explain, plot, demo):
     app.command()(command)
 
 

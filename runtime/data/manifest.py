@@ -1,5 +1,6 @@
 """The manifest of a prepared folder: what manifest.json holds, and how it is written and read."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self
 
@@ -7,77 +8,105 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.data.files import whole_file
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+DOCUMENT_ENDS = "documents.npy"
+BAD_DOCUMENTS = "bad_documents.jsonl"
 
+Tails = Literal["drop", "keep"]  # what becomes of tokens that do not fill an instance; keep: padded with EOS
+Documents = Literal["join", "separate"]  # what is cut into instances: a file's documents as one stream, or each alone
 SHA256 = Field(pattern="^[0-9a-f]{64}$")
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """An immutable record that refuses unknown keys and does not convert types."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Counts(_Record):
-    """How much of a source, or of all of them, there is: documents and tokens (EOS included) became instances."""
+class Counts(Record):
+    """How much of a source, or of all of them, there is. Tokens count EOS; everything but `instances` is unweighted."""
 
     documents: int = Field(ge=0)
     empty_documents: int = Field(ge=0)  # documents without a token: read, counted here only, not written
+    bad_documents: int = Field(default=0, ge=0)  # damaged ones that an error budget let pass: not written
     tokens: int = Field(ge=0)
-    instances: int = Field(default=0, ge=0)
-    dropped_tokens: int = Field(default=0, ge=0)  # the tail of a file that does not fill an instance
+    instances: int = Field(default=0, ge=0)  # as stored: after weighting
+    dropped_tokens: int = Field(default=0, ge=0)  # in tails that do not fill an instance
+    padding_tokens: int = Field(default=0, ge=0)  # EOS added to fill the instances of kept tails
 
 
-class Source(_Record):
-    """One input file, the sha256 of its bytes, and what it contributed."""
+def total(counts: Iterable[Counts]) -> Counts:
+    """The sum of `counts`, field by field."""
+    counts = list(counts)
+    return Counts(**{name: sum(getattr(each, name) for each in counts) for name in Counts.model_fields})
+
+
+class Source(Record):
+    """One input file, the sha256 of its bytes, how often its instances are stored, and what it contributed."""
 
     file: str
     sha256: str = SHA256
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     counts: Counts
 
 
-class TokenizerFile(_Record):
-    """The name the tokenizer file had, and the sha256 of its bytes (of the copy in the folder, too)."""
+class HashedFile(Record):
+    """The name of a file and the sha256 of its bytes."""
 
     file: str
     sha256: str = SHA256
 
 
-class Shard(_Record):
+class Shard(HashedFile):
     """One .npy file of the folder: [instances, context_length] of the manifest's dtype."""
 
-    file: str
     instances: int = Field(gt=0)
-    sha256: str = SHA256
 
 
-class Manifest(_Record):
+class Recipe(Record):
+    """What beside the input files decides the bytes of a prepared folder."""
+
+    tokenizer: HashedFile  # the name is the original's; the folder holds a copy as tokenizer.json
+    eos: str
+    text_field: str = "text"
+    context_length: int = Field(gt=0)
+    tails: Tails = "drop"
+    documents: Documents = "join"
+    seed: int = Field(ge=0)
+    shard_tokens: int = Field(default=1 << 26, gt=0)  # most tokens in a shard
+
+
+class Manifest(Recipe):
     """Everything a reader must know of a prepared folder. Sources are in reading order, shards in stored order."""
 
     format: Literal["optimus-data"] = "optimus-data"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(gt=0)  # largest id of the tokenizer + 1
-    eos: str
     eos_id: int = Field(ge=0)
-    tokenizer: TokenizerFile
-    context_length: int = Field(gt=0)
-    seed: int = Field(ge=0)
     counts: Counts
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
+    document_ends: HashedFile | None = None  # int64 [documents] of the sources' joined tokens; None: not known
+    bad_documents: HashedFile | None = None  # one JSON object a line: file, line, cause; None: there are none
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         if sum(shard.instances for shard in self.shards) != self.counts.instances:
             raise ValueError("the shards' instances do not add up to counts.instances")
+        if self.sources and total(source.counts for source in self.sources) != self.counts:
+            raise ValueError("the sources' counts do not add up to counts")
         if not self.eos_id < self.vocab_size <= 1 << 8 * np.dtype(self.dtype).itemsize:
             raise ValueError("eos_id, vocab_size and dtype contradict each other")
         return self
 
     def write(self, folder: Path) -> None:
         """Writes manifest.json into `folder`. The text depends on the values alone: no time, no host."""
-        (folder / MANIFEST).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        with whole_file(folder / MANIFEST) as file:
+            file.write(self.model_dump_json(indent=2).encode() + b"\n")
 
     @staticmethod
     def read(folder: Path) -> "Manifest":

@@ -1,16 +1,38 @@
 """Prepares a corpus for pretraining: tokenise each file, cut into instances, shuffle, shard, commit by one rename."""
 
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from optimus_compiler.runtime.data.documents import find_files
-from optimus_compiler.runtime.data.errors import DataError
-from optimus_compiler.runtime.data.manifest import TOKENIZER, Counts, Manifest, Source, TokenizerFile
+from optimus_compiler.runtime.data.errors import DamagedInputError, DataError
+from optimus_compiler.runtime.data.files import disk_full_named, read_vector, sha256_of, whole_file, write_vector
+from optimus_compiler.runtime.data.instances import CutFile, Instances
+from optimus_compiler.runtime.data.manifest import (
+    BAD_DOCUMENTS,
+    DOCUMENT_ENDS,
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Documents,
+    HashedFile,
+    Manifest,
+    Recipe,
+    Source,
+    Tails,
+    total,
+)
+from optimus_compiler.runtime.data.plan import Input, Plan, weigh
 from optimus_compiler.runtime.data.shards import write_shards
-from optimus_compiler.runtime.data.tokenise import TextTokenizer
+from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
+from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, ends_file
 from optimus_compiler.runtime.data.workers import tokenise_files
+from optimus_compiler.runtime.data.working_folder import RESULT, SHARDS, TOKENS, begin, working_folder
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 
 
 def prepare(
@@ -24,72 +46,60 @@ def prepare(
     text_field: str = "text",
     shard_tokens: int = 1 << 26,
     eos: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    tails: Tails = "drop",
+    documents: Documents = "join",
+    weights: Mapping[str, float] | None = None,
+    max_bad_documents: int = 0,
+    progress: Progress = lambda stage, done, total: None,
+    report: Callable[[str], None] = lambda sentence: None,
 ) -> Manifest:
-    """Writes the folder `output`: shards, manifest.json, tokenizer.json (a copy). The bytes do not depend on `workers`.
+    """Writes the folder `output`: shards, manifest.json, documents.npy, tokenizer.json. Its bytes depend on the inputs
+    and options alone, not on `workers`, nor on whether it was done in one run or in many that were killed.
 
-    `inputs` are files, folders or patterns (`documents.find_files`); each file's documents are tokenised with EOS after
-    each and joined, and the joined stream is cut into instances of `context_length` tokens. The tail of a file that
-    does not fill an instance is dropped and counted, as in the paper's pipeline (Optimus-LM). `progress` is called with
-    (bytes done, bytes in all) of the input files. All is written to the dot-folder beside `output` and renamed at the
-    end, so `output` is whole or absent. Raises DataError or OSError.
+    `inputs` are files, folders or patterns (`documents.find_files`). Each file's documents are tokenised, EOS after
+    each, and cut into instances of `context_length` tokens: joined, or separately. Tails that fill no instance are
+    dropped, as in the paper's pipeline (Optimus-LM), or kept. `weights` maps patterns (fnmatch on absolute paths) to
+    how often a file's instances are stored (1 where none matches). `progress` is called with (stage, done, total), and
+    `report` with sentences about the run that the manifest does not hold.
+
+    All is written to the dot-folder beside `output` and renamed at the end, so `output` is whole or absent. A run that
+    was killed or failed is continued by another with the same arguments; one that ended well is found and kept.
+    Raises DamagedInputError for more than `max_bad_documents` bad documents, DataError or OSError for anything else.
     """
     tokenizer, output = Path(tokenizer), Path(output)
-    _check_arguments(context_length, workers, seed, shard_tokens)
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise DataError(f"{output} exists and is not an empty folder: name another output or delete it")
+    _check_arguments(context_length, workers, seed, shard_tokens, max_bad_documents)
     files = find_files(inputs)
-    total_bytes = sum(file.stat().st_size for file in files)
     loaded = TextTokenizer.load(tokenizer, eos)
-
-    with _PartialFolder(output) as folder:
-        tokens_folder = folder / "tokens"
-        tokens_folder.mkdir()
-        token_files = [tokens_folder / f"{number:05d}.bin" for number in range(len(files))]
-        sources = tokenise_files(
-            files,
-            token_files,
-            tokenizer=tokenizer,
-            eos=loaded.eos,
-            text_field=text_field,
-            workers=min(workers, len(files)),
-            progress=lambda done: progress(done, total_bytes) if progress else None,
-        )
-        sources = [_cut(source, context_length) for source in sources]
-        counts = _sum(sources)
-        if counts.instances == 0:
-            raise DataError(
-                f"no instance of {context_length} tokens fits: the inputs hold {counts.tokens} tokens in {len(files)} "
-                f"files and each file's tail is dropped: add text, join small files, or use a smaller context length"
-            )
-        shards = write_shards(
-            folder,
-            token_files,
-            [source.counts.instances for source in sources],
-            loaded.dtype,
-            context_length=context_length,
-            shard_tokens=shard_tokens,
-            seed=seed,
-        )
-        shutil.rmtree(tokens_folder)
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
-        manifest = Manifest(
-            dtype="uint16" if loaded.dtype.itemsize == 2 else "uint32",
-            vocab_size=loaded.vocab_size,
-            eos=loaded.eos,
-            eos_id=loaded.eos_id,
-            tokenizer=TokenizerFile(file=tokenizer.name, sha256=loaded.sha256),
-            context_length=context_length,
-            seed=seed,
-            counts=counts,
-            sources=tuple(sources),
-            shards=tuple(shards),
-        )
-        manifest.write(folder)
+    plan = Plan(
+        tokenizer=HashedFile(file=tokenizer.name, sha256=loaded.sha256),
+        eos=loaded.eos,
+        text_field=text_field,
+        context_length=context_length,
+        tails=tails,
+        documents=documents,
+        seed=seed,
+        shard_tokens=shard_tokens,
+        inputs=tuple(map(Input.of, files, weigh(files, weights or {}))),
+    )
+    with working_folder(output) as folder, disk_full_named(folder):
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            manifest = _finished(output, plan, max_bad_documents, progress)
+            report(f"{output} is already there, made from the same inputs in the same way: nothing to do")
+            shutil.rmtree(folder)
+            return manifest
+        if begin(folder, plan):
+            report(f"continuing the run that left {folder}")
+        tokenised = _tokenise(folder, plan, tokenizer, workers, max_bad_documents, progress)
+        fast = sum(each.fast_documents for each in tokenised)
+        reference = sum(each.reference_documents for each in tokenised)
+        report(f"{fast + reference:,} documents read: tiktoken encoded {fast:,}, tokenizers {reference:,}")
+        manifest = _store(folder, plan, loaded, tokenizer, tokenised, workers, progress)
+        (folder / RESULT).rename(output)
+        shutil.rmtree(folder)
     return manifest
 
 
-def _check_arguments(context_length: int, workers: int, seed: int, shard_tokens: int) -> None:
+def _check_arguments(context_length: int, workers: int, seed: int, shard_tokens: int, max_bad_documents: int) -> None:
     if context_length < 2:
         raise DataError(f"context length {context_length} is too short: a loss needs a token and the one after it")
     if workers < 1:
@@ -98,38 +108,138 @@ def _check_arguments(context_length: int, workers: int, seed: int, shard_tokens:
         raise DataError(f"seed {seed} is out of range: give one from 0 to 2^64 - 1")
     if shard_tokens < context_length:
         raise DataError(f"a shard of {shard_tokens} tokens cannot hold an instance of {context_length}: make it larger")
+    if max_bad_documents < 0:
+        raise DataError(f"{max_bad_documents} bad documents cannot be allowed: give 0 or more")
 
 
-class _PartialFolder(AbstractContextManager[Path]):
-    """A dot-folder beside `output` that becomes `output` when the block ends and vanishes if it raises (Ctrl-C too)."""
-
-    def __init__(self, output: Path) -> None:
-        self.output = output
-        self.folder = output.parent / f".{output.name}.partial"
-
-    def __enter__(self) -> Path:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.folder.mkdir()
-        except FileExistsError as error:
-            raise DataError(
-                f"{self.folder} exists: another run is preparing {self.output} or was killed: delete it if none runs"
-            ) from error
-        return self.folder
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self.folder.rename(self.output)
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+def _finished(output: Path, plan: Plan, max_bad_documents: int, progress: Progress) -> Manifest:
+    """The manifest of an output that is there already; raises DataError unless this run would write the same."""
+    if not (output / MANIFEST).is_file():
+        raise DataError(f"{output} exists and is not an empty folder: name another output or delete it")
+    manifest = Manifest.read(output)
+    if difference := plan.difference(manifest) or _changed_input(manifest, plan, progress):
+        raise DataError(f"{output} exists and was prepared with {difference}: name another output or delete it")
+    if (bad := manifest.counts.bad_documents) > max_bad_documents:
+        raise DataError(f"{output} exists and leaves out {bad} bad documents: run again with --max-bad-documents {bad}")
+    return manifest
 
 
-def _cut(source: Source, context_length: int) -> Source:
-    instances, dropped = divmod(source.counts.tokens, context_length)
-    counts = source.counts.model_copy(update={"instances": instances, "dropped_tokens": dropped})
-    return source.model_copy(update={"counts": counts})
+def _changed_input(manifest: Manifest, plan: Plan, progress: Progress) -> str:
+    done, size = 0, sum(each.bytes for each in plan.inputs)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("checking inputs", done, size)
+
+    for source in manifest.sources:
+        if sha256_of(Path(source.file), on_bytes) != source.sha256:
+            return f"other bytes in {source.file}"
+    return ""
 
 
-def _sum(sources: Sequence[Source]) -> Counts:
-    return Counts(**{name: sum(getattr(source.counts, name) for source in sources) for name in Counts.model_fields})
+def _tokenise(
+    folder: Path, plan: Plan, tokenizer: Path, workers: int, max_bad_documents: int, progress: Progress
+) -> list[TokenisedFile]:
+    size = sum(each.bytes for each in plan.inputs)
+    try:
+        tokenised = tokenise_files(
+            [Path(each.file) for each in plan.inputs],
+            folder / TOKENS,
+            tokenizer=tokenizer,
+            eos=plan.eos,
+            text_field=plan.text_field,
+            workers=min(workers, len(plan.inputs)),
+            max_bad_documents=max_bad_documents,
+            progress=lambda done: progress("tokenising", done, size),
+        )
+    except DamagedInputError as error:
+        _write_bad_documents(folder, error.bad_documents)
+        raise
+    for each in plan.inputs:
+        if Input.of(Path(each.file), each.weight) != each:
+            raise DataError(f"{each.file} was changed while it was being read: run the same command again")
+    return tokenised
+
+
+def _store(
+    folder: Path,
+    plan: Plan,
+    loaded: TextTokenizer,
+    tokenizer: Path,
+    tokenised: Sequence[TokenisedFile],
+    workers: int,
+    progress: Progress,
+) -> Manifest:
+    """Writes everything of the output into `folder`/RESULT, the manifest last."""
+    cut = [
+        CutFile.of(folder / TOKENS, number, each, planned.weight, plan)
+        for number, (each, planned) in enumerate(zip(tokenised, plan.inputs, strict=True))
+    ]
+    sources = tuple(_source(each, file, plan.context_length) for each, file in zip(tokenised, cut, strict=True))
+    counts = total(source.counts for source in sources)
+    if counts.instances == 0:
+        shutil.rmtree(folder)  # nothing in it can become a result
+        raise DataError(
+            f"no instance of {plan.context_length} tokens fits: the inputs hold {counts.tokens} tokens in "
+            f"{len(sources)} files, of which tails and weights leave nothing: add text or use a smaller context length"
+        )
+    result, records = folder / RESULT, folder / SHARDS
+    result.mkdir(exist_ok=True)
+    records.mkdir(exist_ok=True)
+    shards = write_shards(
+        result,
+        records,
+        Instances(cut, loaded.dtype, plan.context_length, loaded.eos_id, plan.seed),
+        shard_tokens=plan.shard_tokens,
+        workers=workers,
+        progress=lambda done, shards: progress("shuffling", done, shards),
+    )
+    ends = write_vector(result / DOCUMENT_ENDS, counts.documents, _document_ends(folder / TOKENS, tokenised))
+    with whole_file(result / TOKENIZER) as file:
+        file.write(tokenizer.read_bytes())
+    if file.sha256 != loaded.sha256:
+        raise DataError(f"{tokenizer} was changed while the data was prepared: restore it and run this again")
+    manifest = Manifest(
+        **{name: getattr(plan, name) for name in Recipe.model_fields},
+        dtype="uint16" if loaded.dtype.itemsize == 2 else "uint32",
+        vocab_size=loaded.vocab_size,
+        eos_id=loaded.eos_id,
+        counts=counts,
+        sources=sources,
+        shards=tuple(shards),
+        document_ends=HashedFile(file=DOCUMENT_ENDS, sha256=ends),
+        bad_documents=_write_bad_documents(result, [bad for each in tokenised for bad in each.bad_documents]),
+    )
+    manifest.write(result)
+    return manifest
+
+
+def _source(tokenised: TokenisedFile, cut: CutFile, context_length: int) -> Source:
+    unfilled = tokenised.tokens - cut.instances * context_length
+    counts = Counts(
+        documents=tokenised.documents,
+        empty_documents=tokenised.empty_documents,
+        bad_documents=len(tokenised.bad_documents),
+        tokens=tokenised.tokens,
+        instances=cut.stored,
+        dropped_tokens=max(0, unfilled),
+        padding_tokens=max(0, -unfilled),
+    )
+    return Source(file=tokenised.file, sha256=tokenised.sha256, weight=cut.weight, counts=counts)
+
+
+def _document_ends(folder: Path, tokenised: Sequence[TokenisedFile]) -> Iterator[NDArray[np.int64]]:
+    before = 0
+    for number, each in enumerate(tokenised):
+        for ends_D in read_vector(ends_file(folder, number)):
+            yield before + ends_D
+        before += each.tokens
+
+
+def _write_bad_documents(folder: Path, bad: Sequence[BadDocument]) -> HashedFile | None:
+    if not bad:
+        return None
+    with whole_file(folder / BAD_DOCUMENTS) as file:
+        file.write("".join(document.model_dump_json() + "\n" for document in bad).encode())
+    return HashedFile(file=BAD_DOCUMENTS, sha256=file.sha256)

@@ -1,68 +1,58 @@
-"""Cuts tokenised files into instances and writes them, shuffled by seed, as .npy shards."""
+"""Writes instances in stored order as .npy shards, each whole or not at all, and keeps those already written."""
 
-import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
+from optimus_compiler.runtime.data.files import npy_header, whole_file
+from optimus_compiler.runtime.data.instances import Instances
 from optimus_compiler.runtime.data.manifest import Shard
-from optimus_compiler.runtime.data.shuffle import permute
 
-BLOCK_BYTES = 1 << 24  # what is gathered in memory at a time
+BLOCK_BYTES, BLOCK_ROWS = 1 << 25, 1 << 16  # what a thread gathers in memory at a time
+MOST_THREADS = 16  # bounds memory; more would mostly wait for the interpreter's lock
 
 
 def write_shards(
     folder: Path,
-    token_files: Sequence[Path],
-    instances: Sequence[int],
-    dtype: np.dtype,
+    records: Path,
+    instances: Instances,
     *,
-    context_length: int,
     shard_tokens: int,
-    seed: int,
+    workers: int,
+    progress: Callable[[int, int], None],
 ) -> list[Shard]:
-    """Writes shard-00000.npy, ... into `folder`: [rows, context_length] of `dtype`, at most `shard_tokens` tokens each.
+    """Writes shard-00000.npy, ... into `folder`: [rows, context_length], at most `shard_tokens` tokens each.
 
-    Token file f (flat ids) holds `instances[f]` whole instances from its start; what follows them is left out. Stored
-    row p is instance `permute(p, seed, epoch 0)` of all files in order, so the rows do not depend on `shard_tokens`.
+    Up to `workers` threads write them, which wait for reads at the same time. Each finished shard gets a record in
+    `records`; a shard that has one is kept. `progress` is told the shards done and to do.
     """
-    ends_F = np.cumsum(instances)
-    total = int(ends_F[-1])
-    rows = shard_tokens // context_length
-    shards = []
-    for first in range(0, total, rows):
-        path = folder / f"shard-{first // rows:05d}.npy"
-        last = min(first + rows, total)
-        with open(path, "xb") as file:
-            header = {"descr": dtype.str, "fortran_order": False, "shape": (last - first, context_length)}
-            np.lib.format.write_array_header_1_0(file, header)
-            step = max(1, BLOCK_BYTES // (context_length * dtype.itemsize))
-            for start in range(first, last, step):
-                stored_B = np.arange(start, min(start + step, last))
-                block_BT = _gather(permute(stored_B, total, seed, epoch=0), token_files, ends_F, dtype, context_length)
-                file.write(block_BT.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        with open(path, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        shards.append(Shard(file=path.name, instances=last - first, sha256=sha256))
+    rows = shard_tokens // instances.context_length
+    starts = range(0, len(instances), rows)
+
+    def write(number: int) -> Shard:
+        return _write_shard(folder, records, instances, number, rows)
+
+    shards: list[Shard] = []
+    with ThreadPoolExecutor(min(workers, MOST_THREADS)) as pool:
+        for shard in pool.map(write, range(len(starts))):  # an error here, or Ctrl-C, cancels those not begun
+            shards.append(shard)
+            progress(len(shards), len(starts))
     return shards
 
 
-def _gather(
-    instances_B: NDArray[np.int64],
-    token_files: Sequence[Path],
-    ends_F: NDArray[np.int64],
-    dtype: np.dtype,
-    context_length: int,
-) -> NDArray:
-    files_B = np.searchsorted(ends_F, instances_B, side="right")
-    block_BT = np.empty((len(instances_B), context_length), dtype)
-    for f in np.unique(files_B):  # one map at a time: there may be more files than a process can hold open
-        start = ends_F[f - 1] if f else 0
-        held_IT = np.memmap(token_files[f], dtype, mode="r", shape=(int(ends_F[f] - start), context_length))
-        block_BT[files_B == f] = held_IT[instances_B[files_B == f] - start]
-    return block_BT
+def _write_shard(folder: Path, records: Path, instances: Instances, number: int, rows: int) -> Shard:
+    path, record = folder / f"shard-{number:05d}.npy", records / f"{number:05d}.json"
+    first, last = number * rows, min((number + 1) * rows, len(instances))
+    header = npy_header(instances.dtype, (last - first, instances.context_length))
+    row_bytes = instances.context_length * instances.dtype.itemsize
+    if record.is_file() and path.is_file() and path.stat().st_size == len(header) + (last - first) * row_bytes:
+        return Shard.model_validate_json(record.read_bytes())
+    with whole_file(path) as file:
+        file.write(header)
+        step = max(1, min(BLOCK_BYTES // row_bytes, BLOCK_ROWS))
+        for start in range(first, last, step):
+            file.write(instances.read(start, min(start + step, last)))
+    shard = Shard(file=path.name, instances=last - first, sha256=file.sha256)
+    with whole_file(record) as file:
+        file.write(shard.model_dump_json().encode())
+    return shard

@@ -1,123 +1,199 @@
 """Turns the documents of one file into a flat file of token ids, the EOS token after each document."""
 
-import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tokenizers import AddedToken, Tokenizer
+from optimus_compiler.runtime.data.documents import Document, LargeText, read_documents
+from optimus_compiler.runtime.data.encode import Encoder
+from optimus_compiler.runtime.data.errors import DamagedInputError
+from optimus_compiler.runtime.data.files import disk_full_named, sha256_of
+from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
+from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, TokenWriter, ids_file
 
-from optimus_compiler.runtime.data.documents import Document, read_documents
-from optimus_compiler.runtime.data.errors import DataError
-from optimus_compiler.runtime.data.manifest import Counts, Source
-
-EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-CHUNK_CHARACTERS = 1 << 18  # bounds memory: the library keeps offsets and strings beside the ids of a batch
-
-
-@dataclass(frozen=True)
-class TextTokenizer:
-    """A Hugging Face `tokenizers` tokenizer that reads every character of a document as ordinary text."""
-
-    tokenizer: Tokenizer
-    vocab_size: int  # largest id + 1: ids may have holes
-    eos: str
-    eos_id: int
-    sha256: str  # of the JSON file
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds every id: little-endian uint16 up to 65,536 ids, else uint32."""
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-
-    @staticmethod
-    def load(path: Path, eos: str | None = None) -> "TextTokenizer":
-        """Reads a tokenizer.json; `eos` names the end-of-document token where the usual names do not decide it.
-
-        Raises DataError if the file is not a tokenizer or the EOS token is absent or ambiguous, OSError if unreadable.
-        """
-        data = path.read_bytes()
-        try:
-            tokenizer = Tokenizer.from_str(data.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception for any fault in the file
-            raise DataError(f"{path} is not a Hugging Face tokenizer.json ({error}): give another file") from error
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        eos = _find_eos(vocabulary, eos, path)
-        # "<|endoftext|>" written in a document is text, not an end. encode_special_tokens does that for tokens marked
-        # special, so mark EOS where the file forgot to. Truncation would cut documents, and padding add to them.
-        tokenizer.add_special_tokens([AddedToken(eos, normalized=False, special=True)])
-        tokenizer.encode_special_tokens = True
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return TextTokenizer(
-            tokenizer, max(vocabulary.values()) + 1, eos, vocabulary[eos], hashlib.sha256(data).hexdigest()
-        )
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, with no token added."""
-        # One worker is one core; and threads of the library would not survive a later fork of this process.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-def _find_eos(vocabulary: dict[str, int], eos: str | None, path: Path) -> str:
-    if eos is not None:
-        if eos not in vocabulary:
-            raise DataError(f"{path} has no token {eos!r} to end documents with: name one of its tokens with --eos")
-        return eos
-    known = [token for token in EOS_TOKENS if token in vocabulary]
-    if len(known) != 1:
-        found = f"several end-of-text tokens ({', '.join(known)})" if known else "none of the usual end-of-text tokens"
-        raise DataError(f"{path} has {found}: name the one to put after each document with --eos")
-    return known[0]
+PART = 1 << 18  # characters encoded at a time: the library keeps offsets and strings beside the ids
+LARGEST_WHOLE = 3 << 20  # most UTF-8 bytes without a place to cut: a byte can be a token, and a token take 200 bytes
+CHECK_EVERY = 256  # of so many documents, the first is compared with the reference
 
 
 def tokenise_file(
-    path: Path, tokenizer: TextTokenizer, text_field: str, output: Path, on_bytes: Callable[[int], None]
-) -> Source:
-    """Writes the ids of all documents of `path`, EOS after each, to `output`: flat, `tokenizer.dtype`, no header.
+    path: Path,
+    folder: Path,
+    number: int,
+    *,
+    tokenizer: TextTokenizer,
+    encoder: Encoder,
+    text_field: str,
+    most_bad: int,
+    on_bytes: Callable[[int], None],
+) -> TokenisedFile:
+    """Writes the ids of all documents of `path`, EOS after each, as file `number` of `folder` (see `tokenised`).
 
-    A document without any token is counted and skipped (a lone EOS would only teach EOS after EOS). `on_bytes` is
-    told the bytes of `path` consumed since its last call. The returned counts hold no instances yet.
-    Raises DataError as `read_documents` does, and where the tokenizer can only read EOS written in a text as EOS.
+    A document without any token is counted and skipped (a lone EOS would only teach EOS after EOS). A bad one is
+    recorded and skipped: one that `read_documents` finds bad, one with EOS in its text that the tokenizer can only read
+    as EOS, one that cannot be encoded in parts of at most `LARGEST_WHOLE` bytes. `on_bytes` is told the bytes of `path`
+    consumed since its last call. Raises DamagedInputError above `most_bad` bad documents, DataError where a sampled
+    document is not encoded as the reference does or the disk is full, and OSError.
     """
-    documents = empty = tokens = reported = 0
-    with open(output, "wb") as ids_file:
-        for chunk in _chunks(read_documents(path, text_field)):
-            stream: list[int] = []
-            for document, ids in zip(chunk, tokenizer.encode([document.text for document in chunk]), strict=True):
-                if tokenizer.eos_id in ids:
-                    raise DataError(
-                        f"{path}, line {document.line}: the text contains {tokenizer.eos}, which this tokenizer cannot "
-                        f"encode as ordinary text: remove it or name another token with --eos"
-                    )
-                if not ids:
-                    empty += 1
+    bad = _BadDocuments(path, most_bad)
+    progress = _Progress(on_bytes)
+    read = empty = reference = 0
+    with disk_full_named(ids_file(folder, number)), TokenWriter(folder, number, tokenizer.dtype) as writer:
+        for batch in _batches(bad.set_aside(read_documents(path, text_field, folder))):
+            before = encoder.reference_documents
+            for document, parts in zip(batch, _encode(batch, read, encoder), strict=True):
+                try:
+                    for ids in parts:
+                        if tokenizer.eos_id in ids:
+                            raise _UnencodableError(
+                                f"the text holds {tokenizer.eos}, which this tokenizer cannot encode as ordinary text"
+                            )
+                        writer.write(ids)
+                        if isinstance(document.text, LargeText):
+                            progress.reach(document.bytes_read, document.text.share_read)
+                except _UnencodableError as error:
+                    writer.drop_document()
+                    bad.add(document.line, str(error))
                     continue
-                documents += 1
-                stream += ids
-                stream.append(tokenizer.eos_id)
-            ids_file.write(np.array(stream, dtype=tokenizer.dtype).tobytes())
-            tokens += len(stream)
-            on_bytes(chunk[-1].bytes_read - reported)
-            reported = chunk[-1].bytes_read
-    on_bytes(path.stat().st_size - reported)
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    counts = Counts(documents=documents, empty_documents=empty, tokens=tokens)
-    return Source(file=str(path), sha256=sha256, counts=counts)
+                if writer.document_tokens:
+                    writer.write([tokenizer.eos_id])
+                    writer.end_document()
+                else:
+                    empty += 1
+            read += len(batch)
+            reference += min(len(batch), encoder.reference_documents - before)  # a large document is many texts
+            progress.reach(batch[-1].bytes_read)
+        size = path.stat().st_size
+        progress.reach(size)
+        record = TokenisedFile(
+            file=str(path),
+            bytes=size,
+            sha256=sha256_of(path),
+            documents=writer.documents,
+            empty_documents=empty,
+            tokens=writer.tokens,
+            fast_documents=read - reference,
+            reference_documents=reference,
+            bad_documents=bad.in_order(),
+            tokens_sha256=writer.sha256,
+        )
+        writer.commit(record)
+    return record
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
+class _UnencodableError(Exception):
+    """Why a document has no ids that could be written."""
+
+
+class _BadDocuments:
+    """The bad documents of a file, as long as they are not too many."""
+
+    def __init__(self, path: Path, most: int) -> None:
+        self._path, self._most = path, most
+        self._found: list[BadDocument] = []
+
+    def set_aside(self, documents: Iterable[Document | BadDocument]) -> Iterator[Document]:
+        """Passes the good ones on."""
+        for document in documents:
+            if isinstance(document, Document):
+                yield document
+            else:
+                self._append(document)
+
+    def add(self, line: int, cause: str) -> None:
+        """Takes one that proved bad later."""
+        self._append(BadDocument(file=str(self._path), line=line, cause=cause))
+
+    def _append(self, document: BadDocument) -> None:
+        self._found.append(document)
+        if len(self._found) > self._most:
+            raise DamagedInputError(self.in_order(), self._most, stopped=True)
+
+    def in_order(self) -> tuple[BadDocument, ...]:
+        """By line: documents are encoded after later lines have been read."""
+        return tuple(sorted(self._found, key=lambda document: document.line))
+
+
+class _Progress:
+    """Tells how many bytes of a file have been consumed."""
+
+    def __init__(self, on_bytes: Callable[[int], None]) -> None:
+        self._on_bytes = on_bytes
+        self._before = self._done = 0
+
+    def reach(self, position: int, share: float = 1.0) -> None:
+        """All bytes up to `position` are consumed, or that share of those since the last call with all of them."""
+        done = self._before + int((position - self._before) * share)
+        self._on_bytes(max(0, done - self._done))
+        self._done = max(done, self._done)
+        if share == 1.0:
+            self._before = self._done
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """At most `PART` characters each; a large document stands alone and is given before the next is read."""
+    batch: list[Document] = []
     characters = 0
     for document in documents:
-        chunk.append(document)
-        characters += len(document.text)
-        if characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
+        size = _size(document)
+        if batch and characters + size > PART:
+            yield batch
+            batch, characters = [], 0
+        if size > PART:
+            yield [document]
+        else:
+            batch.append(document)
+            characters += size
+    if batch:
+        yield batch
+
+
+def _size(document: Document) -> int:
+    return PART + 1 if isinstance(document.text, LargeText) else len(document.text)
+
+
+def _encode(batch: list[Document], first: int, encoder: Encoder) -> Iterator[Iterable[list[int]]]:
+    """The ids of each document, in parts; `first` is how many documents of the file came before."""
+    if _size(batch[0]) > PART:
+        yield _encode_parts(_pieces(batch[0].text), encoder, check=first % CHECK_EVERY == 0)
+        return
+    texts = [str(document.text) for document in batch]
+    for number, (text, ids) in enumerate(zip(texts, encoder.encode(texts), strict=True), first):
+        if number % CHECK_EVERY == 0:
+            encoder.check(text, ids)
+        yield [ids]
+
+
+def _pieces(text: str | LargeText) -> Iterable[str]:
+    return text if isinstance(text, LargeText) else (text[at : at + PART] for at in range(0, len(text), PART))
+
+
+def _encode_parts(pieces: Iterable[str], encoder: Encoder, check: bool) -> Iterator[list[int]]:
+    start_text, start_ids = "", list[int]()  # checked together, and the cut with them
+    for number, part in enumerate(_parts(pieces, encoder)):
+        [ids] = encoder.encode([part])
+        if check and number < 2 and _bytes(start_text + part) <= LARGEST_WHOLE:
+            start_text, start_ids = start_text + part, start_ids + ids
+            encoder.check(start_text, start_ids)
+        yield ids
+
+
+def _parts(pieces: Iterable[str], encoder: Encoder) -> Iterator[str]:
+    """Cuts a text where its parts have the ids of the whole: to `PART` characters, or as soon after as that is so."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        while len(held) > PART:
+            cut = encoder.safe_cut(held, PART) or encoder.safe_cut(held, len(held))
+            if _bytes(held[:cut]) > LARGEST_WHOLE:
+                raise _UnencodableError(
+                    f"more than {LARGEST_WHOLE} bytes of the text can only be encoded as a whole by this tokenizer"
+                )
+            if cut is None:
+                break
+            yield held[:cut]
+            held = held[cut:]
+    yield held
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8"))

@@ -1,63 +1,160 @@
-"""Tokenises input files in worker processes: one file a task, results in the order of the files."""
+"""Tokenises input files in worker processes: one file a task, the largest first, results in the order of the files."""
 
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ProcessPoolExecutor, wait
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from optimus_compiler.runtime.data.manifest import Source
-from optimus_compiler.runtime.data.tokenise import TextTokenizer, tokenise_file
+from optimus_compiler.runtime.data.encode import Encoder
+from optimus_compiler.runtime.data.errors import DamagedInputError
+from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
+from optimus_compiler.runtime.data.tokenise import tokenise_file
+from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, read_tokenised
 
 REPORT_SECONDS = 0.2
+LISTED_BEYOND = 100  # bad documents above those allowed that are still looked for before all work stops
+
+Job = tuple[int, Path]  # the number of an input file, and the file
+Result = tuple[int, TokenisedFile]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What is the same for every file of a run."""
+
+    folder: Path
+    tokenizer: Path
+    eos: str
+    text_field: str
+    most_bad: int
 
 
 def tokenise_files(
     files: Sequence[Path],
-    outputs: Sequence[Path],
+    folder: Path,
     *,
     tokenizer: Path,
     eos: str,
     text_field: str,
     workers: int,
+    max_bad_documents: int,
     progress: Callable[[int], None],
-) -> list[Source]:
-    """`tokenise_file` of each of `files` to the like-numbered of `outputs`, by `workers` processes (1: this process).
+) -> list[TokenisedFile]:
+    """Tokenises each of `files` into `folder` (see `tokenised`) by `workers` processes (1: this process).
 
-    `progress` is told the bytes consumed so far. The first error stops the other workers and is raised here; so is
-    Ctrl-C. A worker that the system killed raises ChildProcessError.
+    Files that an earlier run has finished there are kept, whatever stopped it; no other process may use the folder.
+    `progress` is told the bytes consumed so far, theirs included. The first error stops the other workers and is raised
+    here; so is Ctrl-C. Above `max_bad_documents` bad documents in all, DamagedInputError lists them when every file has
+    been read, or earlier when there are very many. A worker that the system killed raises ChildProcessError.
     """
-    jobs = list(zip(files, outputs, strict=True))
-    if workers == 1:
-        loaded, done = TextTokenizer.load(tokenizer, eos), 0
+    folder.mkdir(exist_ok=True)
+    for leftover in folder.glob(".*"):  # of a run that was killed
+        leftover.unlink()
+    dtype = TextTokenizer.load(tokenizer, eos).dtype
+    done = {n: record for n in range(len(files)) if (record := read_tokenised(folder, n, dtype))}
+    done_bytes = sum(record.bytes for record in done.values())
+    jobs = [(n, path) for n, path in enumerate(files) if n not in done]
+    jobs.sort(key=lambda job: job[1].stat().st_size, reverse=True)  # a large file at the end would keep one worker busy
+    settings = _Settings(folder, tokenizer, eos, text_field, max_bad_documents + LISTED_BEYOND)
+    bad_count = len(_bad_documents(done))
+    progress(done_bytes)
 
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done)
+    def report(count: int) -> None:
+        progress(done_bytes + count)
 
-        return [tokenise_file(path, loaded, text_field, output, on_bytes) for path, output in jobs]
+    run = _run_here(jobs, settings, report) if workers == 1 else _run_workers(jobs, settings, report, workers)
+    try:
+        with closing(run):
+            for number, record in run:
+                done[number] = record
+                bad_count += len(record.bad_documents)
+                if bad_count > settings.most_bad:
+                    raise DamagedInputError((), max_bad_documents, stopped=True)
+    except DamagedInputError as error:
+        raise DamagedInputError(
+            [*_bad_documents(done), *error.bad_documents], max_bad_documents, stopped=True
+        ) from error
+    bad_documents = _bad_documents(done)
+    if len(bad_documents) > max_bad_documents:
+        raise DamagedInputError(bad_documents, max_bad_documents, stopped=False)
+    return [done[n] for n in range(len(files))]
 
+
+def _bad_documents(records: dict[int, TokenisedFile]) -> list[BadDocument]:
+    return [bad for number in sorted(records) for bad in records[number].bad_documents]
+
+
+class _Tokeniser:
+    """A process's tokenizer and encoder, which are slow to make."""
+
+    def __init__(self, settings: _Settings, on_bytes: Callable[[int], None]) -> None:
+        self._settings, self._on_bytes = settings, on_bytes
+        self._tokenizer = TextTokenizer.load(settings.tokenizer, settings.eos)
+        self._encoder = Encoder(self._tokenizer.tokenizer)
+
+    def run(self, number: int, path: Path) -> TokenisedFile:
+        return tokenise_file(
+            path,
+            self._settings.folder,
+            number,
+            tokenizer=self._tokenizer,
+            encoder=self._encoder,
+            text_field=self._settings.text_field,
+            most_bad=self._settings.most_bad,
+            on_bytes=self._on_bytes,
+        )
+
+
+def _run_here(
+    jobs: Sequence[Job], settings: _Settings, progress: Callable[[int], None]
+) -> Generator[Result, None, None]:
+    done = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done)
+
+    tokeniser = _Tokeniser(settings, on_bytes)
+    for number, path in jobs:
+        yield number, tokeniser.run(number, path)
+
+
+def _run_workers(
+    jobs: Sequence[Job], settings: _Settings, progress: Callable[[int], None], workers: int
+) -> Generator[Result, None, None]:
     # A fork of this process could inherit locks held by its threads; a fork server has none.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     done_bytes: Synchronized[int] = context.Value("q", 0)
     stop = context.Event()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer, eos, text_field, done_bytes, stop))
+    pool = ProcessPoolExecutor(min(workers, len(jobs) or 1), context, _start_worker, (settings, done_bytes, stop))
+    waiting = iter(jobs)
+    running: dict[Future[TokenisedFile], int] = {}
     try:
-        futures = [pool.submit(_tokenise, *job) for job in jobs]
         while True:
-            finished, running = wait(futures, REPORT_SECONDS, FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
-            progress(done_bytes.value)
+            for number, path in islice(waiting, 2 * workers - len(running)):
+                running[pool.submit(_tokenise, number, path)] = number
             if not running:
-                return [future.result() for future in futures]
+                return
+            finished, _ = wait(running, REPORT_SECONDS, FIRST_COMPLETED)
+            progress(done_bytes.value)
+            for future in finished:
+                yield running.pop(future), future.result()
     except BrokenProcessPool as error:
-        raise ChildProcessError("a tokenising worker was killed (out of memory?): use fewer --workers") from error
+        raise ChildProcessError(
+            "a tokenising worker was killed (out of memory?): run the same command again with fewer --workers, "
+            "it continues where it stopped"
+        ) from error
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)  # no worker writes after this
@@ -66,20 +163,28 @@ def tokenise_files(
 class _Worker:
     """What a worker process keeps from task to task, set once by `_start_worker`."""
 
-    tokenizer: TextTokenizer
-    text_field: str
+    tokeniser: _Tokeniser
     done_bytes: "Synchronized[int]"
     stop: Event
 
 
-def _start_worker(tokenizer: Path, eos: str, text_field: str, done_bytes: "Synchronized[int]", stop: Event) -> None:
+def _start_worker(settings: _Settings, done_bytes: "Synchronized[int]", stop: Event) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent alone acts on it
-    _Worker.tokenizer = TextTokenizer.load(tokenizer, eos)
-    _Worker.text_field, _Worker.done_bytes, _Worker.stop = text_field, done_bytes, stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _Worker.done_bytes, _Worker.stop = done_bytes, stop
+    _Worker.tokeniser = _Tokeniser(settings, _on_bytes)
 
 
-def _tokenise(path: Path, output: Path) -> Source:
-    return tokenise_file(path, _Worker.tokenizer, _Worker.text_field, output, _on_bytes)
+def _end_with_parent() -> None:
+    """Otherwise a worker whose parent is killed would write on beside the run that continues, and wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _tokenise(number: int, path: Path) -> TokenisedFile:
+    return _Worker.tokeniser.run(number, path)
 
 
 def _on_bytes(count: int) -> None:

@@ -63,7 +63,9 @@ def test_all_to_all_sends_rows_to_their_experts() -> None:
     assert len(program.overflows()) == 2
 
 
-@pytest.mark.parametrize(("expert_rows", "rows"), [(1.0, 32), (1.01, 33), (2.0, 64), (3.0, 96), (7.5, 96), ("exact", 96)])
+@pytest.mark.parametrize(
+    ("expert_rows", "rows"), [(1.0, 32), (1.01, 33), (2.0, 64), (3.0, 96), (7.5, 96), ("exact", 96)]
+)
 def test_row_buffers_are_bounded(expert_rows: float, rows: int) -> None:
     program = lowered(ours(olmoe_config()), optimus.Mesh.abstract(ep=3), expert_rows=expert_rows)
     assert communication(program)[3] == ("index_tokens", "", (rows,))

@@ -48,7 +48,7 @@ def _bucket(name: str, weights: Mapping[str, Tensor], flat: Tensor) -> Bucket:
         parameter = nn.Parameter(flat[offset : offset + tensor.numel()].view(tensor.shape))
         entries.append(Entry(key, parameter, offset, tensor.numel()))
         offset += _padded(tensor)
-    bucket = Bucket(name, "dense", flat, torch.zeros_like(flat), tuple(entries))
+    bucket = Bucket(name, flat, torch.zeros_like(flat), tuple(entries))
     for entry in bucket.entries:
         entry.parameter.grad = entry.view(bucket.gradients)
     return bucket

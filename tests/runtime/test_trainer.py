@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from optimus_compiler.compiled import CompiledModel
@@ -51,13 +53,13 @@ def test_run_equals_a_loop_written_by_hand(tiny: Path, tmp_path: Path) -> None:
     overrides = [f"data.path={tiny / 'data'}", "train.steps=6", "optimizer.lr=3e-3", "optimizer.warmup_steps=2"]
     run = open_run(load_config(tiny / "tiny.toml", overrides), tmp_path / "run")
     model = build(run.model_config)
-    model.load_state_dict(trainer.compile_model(run.config, run.model_config).full_state_dict())
+    model.load_state_dict(trainer.compile_model(run.config, run.model_config, run.mesh).full_state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     train(run)
 
     data = PreparedData.open(tiny / "data")
     for step, metrics in enumerate(read_metrics(tmp_path / "run")):
-        batch = data.batch(step * 4, 4, seed=0)
+        batch = data.read(np.arange(step * 4, step * 4 + 4))
         losses, auxiliary = [], []
         for ids in batch.split(2):
             out = model(ids, labels=ids, output_router_logits=True)
@@ -224,14 +226,14 @@ def test_non_finite_gradient_stops_before_the_weights_change(
 def test_failure_in_the_middle_names_the_step_and_the_cause(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = PreparedData.batch
+    read = PreparedData.read
 
-    def torn(data: PreparedData, position: int, count: int, seed: int) -> Tensor:
-        if position >= 8:
+    def torn(data: PreparedData, stored_B: NDArray[np.int64]) -> Tensor:
+        if stored_B.max() >= 8:
             raise OSError("disk gone")
-        return batch(data, position, count, seed)
+        return read(data, stored_B)
 
-    monkeypatch.setattr(PreparedData, "batch", torn)
+    monkeypatch.setattr(PreparedData, "read", torn)
     with pytest.raises(RunFailedError, match=r"stopped after step 2: OSError: disk gone"):
         run_once(tiny, tmp_path / "run")
 

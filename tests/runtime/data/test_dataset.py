@@ -1,4 +1,4 @@
-"""A batch depends on (seed, epoch, position) alone, and a damaged folder is named when it is opened."""
+"""A prepared folder gives back what was stored, and whatever was damaged since is named when it is opened."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from optimus_compiler.runtime.data import dataset
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.prepare import prepare
@@ -24,48 +25,29 @@ def stored(folder: Path) -> np.ndarray:
     return np.concatenate([np.load(path) for path in sorted(folder.glob("shard-*.npy"))])
 
 
-def test_the_first_epoch_is_in_stored_order_whatever_the_batch_size(folder: Path) -> None:
-    data = PreparedData.open(folder)
-    expected = torch.from_numpy(stored(folder).astype(np.int64))
+def test_instances_are_read_by_number_in_any_order(folder: Path) -> None:
+    data, rows = PreparedData.open(folder), stored(folder)
     assert data.context_length == 8
-    assert len(data) == len(expected) > 36
-    for size in (1, 5, len(data)):
-        starts = range(0, len(data), size)
-        batches = [data.batch(start, min(size, len(data) - start), seed=9) for start in starts]
-        assert all(batch.dtype == torch.int64 for batch in batches)
-        torch.testing.assert_close(torch.cat(batches), expected, rtol=0, atol=0)
+    assert len(data) == len(rows) > 36  # several shards of 12
+    numbers = np.array([len(rows) - 1, 0, 12, 11, 12, 35])
+    read = data.read(numbers)
+    assert read.dtype == torch.int64
+    assert read.tolist() == rows[numbers].tolist()
+    assert data.read(numbers[:0]).shape == (0, 8)
+    assert data.tokenizer().token_to_id("<|endoftext|>") == data.manifest.eos_id
 
 
-def test_every_epoch_holds_every_instance_once_in_an_order_of_its_own(folder: Path) -> None:
-    data = PreparedData.open(folder)
-    n = len(data)
-    epochs = [data.batch(epoch * n, n, seed=0).tolist() for epoch in range(4)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-    assert len({str(epoch) for epoch in epochs}) == 4
-    assert data.batch(n, n, seed=1).tolist() != epochs[1]
-
-
-def test_slices_of_ranks_and_batches_across_an_epochs_end_join_to_the_whole(folder: Path) -> None:
-    data = PreparedData.open(folder)
-    n = len(data)
-    whole = data.batch(0, 3 * n, seed=4)
-    torch.testing.assert_close(data.batch(n - 2, n + 4, seed=4), whole[n - 2 : 2 * n + 2], rtol=0, atol=0)
-    sliced = [PreparedData.open(folder).batch(2 * n - 6 + rank * 3, 3, seed=4) for rank in range(4)]
-    torch.testing.assert_close(torch.cat(sliced), whole[2 * n - 6 : 2 * n + 6], rtol=0, atol=0)
-    assert data.batch(5, 0, seed=0).shape == (0, 8)
-
-
-def test_one_instance_is_enough(tmp_path: Path, tokenizer_file: Path, write: Callable[[str, bytes], Path]) -> None:
-    prepare([write("a.txt", b"a")], tokenizer=tokenizer_file, context_length=2, output=tmp_path / "out")
-    data = PreparedData.open(tmp_path / "out")
-    assert len(data) == 1
-    assert data.batch(0, 7, seed=0).tolist() == stored(tmp_path / "out").tolist() * 7
-
-
-@pytest.mark.parametrize(("position", "count", "seed"), [(-1, 1, 0), (0, -1, 0), (0, 1, -1), (0, 1, 1 << 64)])
-def test_arguments_out_of_range_are_refused(folder: Path, position: int, count: int, seed: int) -> None:
-    with pytest.raises(DataError):
-        PreparedData.open(folder).batch(position, count, seed)
+def test_few_shards_are_mapped_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("this system does not list a process's maps")
+    monkeypatch.setattr(dataset, "OPEN_SHARDS", 2)
+    data, rows = PreparedData.open(folder), stored(folder)
+    assert len(data.manifest.shards) > 3
+    assert maps.read_text().count(f"{folder}/shard-") == 0
+    for _ in range(2):
+        assert data.read(np.arange(len(data))).tolist() == rows.tolist()
+        assert maps.read_text().count(f"{folder}/shard-") == 2
 
 
 def test_what_is_not_a_prepared_folder_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -86,23 +68,33 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def other_rows(path: Path) -> None:
+def fewer_rows(path: Path) -> None:
     np.save(path, np.load(path)[1:])
+
+
+def other_rows(path: Path) -> None:
+    np.save(path, np.load(path)[::-1].copy())
 
 
 def other_dtype(path: Path) -> None:
     np.save(path, np.load(path).astype(np.int32))
 
 
+def other_shape(path: Path) -> None:
+    np.save(path, np.load(path).reshape(8, 12))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
         ("shard-00001.npy", Path.unlink, "is missing"),
-        ("shard-00001.npy", truncate, "is truncated"),
-        ("shard-00001.npy", empty, "is truncated"),
+        ("shard-00001.npy", truncate, r"is truncated \(318 bytes, not 320\)"),
+        ("shard-00001.npy", empty, r"is truncated \(0 bytes"),
         ("shard-00001.npy", lengthen, "has bytes after its end"),
-        ("shard-00001.npy", other_rows, r"holds uint16 \[11, 8\], not the manifest's uint16 \[12, 8\]"),
-        ("shard-00001.npy", other_dtype, "holds int32"),
+        ("shard-00001.npy", fewer_rows, "is truncated"),
+        ("shard-00001.npy", other_rows, "is damaged"),
+        ("shard-00001.npy", other_dtype, "has bytes after its end"),
+        ("shard-00001.npy", other_shape, r"does not begin as a \.npy file of uint16 \[12, 8\]"),
         ("tokenizer.json", Path.unlink, "is missing"),
         ("tokenizer.json", lengthen, "sha256 differs"),
         ("manifest.json", truncate, "Invalid JSON"),
@@ -119,10 +111,39 @@ def test_damage_is_found_on_opening_and_named(
     assert "\n" not in str(caught.value)
 
 
+def flip(path: Path, byte: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << byte % 8
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_on_opening_wherever_it_is(folder: Path) -> None:
+    shard = folder / "shard-00001.npy"
+    for byte in range(shard.stat().st_size):
+        flip(shard, byte)
+        with pytest.raises(DataError, match=r"shard-00001\.npy (does not begin as|is damaged)"):
+            PreparedData.open(folder)
+        flip(shard, byte)
+    assert len(PreparedData.open(folder)) > 36
+
+
+def test_ranks_share_the_reading_of_all_shards(folder: Path) -> None:
+    shards = sorted(folder.glob("shard-*.npy"))
+    for number, shard in enumerate(shards):
+        flip(shard, 200)
+        for rank in range(3):
+            if rank == number % 3:
+                with pytest.raises(DataError, match=f"{shard.name} is damaged"):
+                    PreparedData.open(folder, rank, ranks=3)
+            else:
+                PreparedData.open(folder, rank, ranks=3)
+        flip(shard, 200)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [
-        ('"version": 1', '"version": 2', "version"),
+        ('"version": 2', '"version": 1', "version"),
         ('"dtype": "uint16"', '"dtype": "float32"', "dtype"),
         ('"eos_id": 1', '"eos_id": 999999', "contradict"),
         ('"eos": ', '"oes": ', "eos"),
@@ -137,12 +158,14 @@ def test_an_edited_manifest_is_refused(folder: Path, old: str, new: str, where: 
         PreparedData.open(folder)
 
 
-def test_an_id_outside_the_vocabulary_is_refused(folder: Path) -> None:
-    path = folder / "shard-00000.npy"
+def test_damage_after_opening_is_found_where_it_can_be(folder: Path) -> None:
+    data, path = PreparedData.open(folder), folder / "shard-00000.npy"
     rows = np.load(path)
     rows[3, 3] = 60_000
     np.save(path, rows)
-    data = PreparedData.open(folder)
-    assert data.batch(0, 3, seed=0).shape == (3, 8)
-    with pytest.raises(DataError, match=r"shard-00000\.npy holds token id 60000"):
-        data.batch(0, 4, seed=0)
+    assert data.read(np.arange(3)).shape == (3, 8)
+    with pytest.raises(DataError, match=r"shard-00000\.npy holds token id 60000, outside the vocabulary of \d+"):
+        data.read(np.arange(4))
+    truncate(folder / "shard-00001.npy")
+    with pytest.raises(DataError, match=r"shard-00001\.npy is truncated"):
+        data.read(np.array([12]))

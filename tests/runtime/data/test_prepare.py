@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,35 +9,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from optimus_compiler.runtime.data import workers
 from optimus_compiler.runtime.data.dataset import PreparedData
-from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.data.errors import DamagedInputError, DataError
 from optimus_compiler.runtime.data.manifest import Manifest
 from optimus_compiler.runtime.data.prepare import prepare
-from tests.runtime.data.conftest import TEXTS, json_lines
+from tests.runtime.data.conftest import EOS, TEXTS, contents, ids_of, json_lines, stored, stream_of
 
 Write = Callable[[str, bytes], Path]
-EOS = 1
 CORPUS = Path(__file__).parents[3].parent / "shared"
-
-
-def ids_of(text: str, tokenizer_file: Path) -> list[int]:
-    """What the document must become, by a tokenizer that has no special tokens at all."""
-    record = json.loads(tokenizer_file.read_text())
-    record.update(added_tokens=[], truncation=None, padding=None)
-    return Tokenizer.from_str(json.dumps(record)).encode(text).ids
-
-
-def stream_of(texts: list[str], tokenizer_file: Path) -> list[int]:
-    return [token for text in texts if text for token in [*ids_of(text, tokenizer_file), EOS]]
-
-
-def stored(folder: Path) -> np.ndarray:
-    return np.concatenate([np.load(path, mmap_mode="r") for path in sorted(folder.glob("shard-*.npy"))])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def word_level(tmp_path: Path, vocabulary: dict[str, int]) -> Path:
@@ -78,7 +56,7 @@ def test_the_folder_describes_itself(write: Write, tmp_path: Path, tokenizer_fil
     manifest = prepare([source], tokenizer=tokenizer_file, context_length=10, output=out, shard_tokens=99, seed=3)
     assert manifest == Manifest.read(out)
     record = json.loads((out / "manifest.json").read_text())
-    assert (record["version"], record["dtype"], record["eos_id"], record["seed"]) == (1, "uint16", EOS, 3)
+    assert (record["version"], record["dtype"], record["eos_id"], record["seed"]) == (2, "uint16", EOS, 3)
     assert record["vocab_size"] == max(Tokenizer.from_file(str(tokenizer_file)).get_vocab().values()) + 1
     assert record["tokenizer"]["sha256"] == hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
     assert record["tokenizer"]["file"] == "tiny.json"
@@ -92,7 +70,13 @@ def test_the_folder_describes_itself(write: Write, tmp_path: Path, tokenizer_fil
         assert rows.dtype == np.uint16
         assert rows.shape == (shard["instances"], 10)
     assert [s["instances"] for s in record["shards"][:-1]] == [9] * (len(record["shards"]) - 1)
-    assert set(contents(out)) == {"manifest.json", "tokenizer.json", *(s["file"] for s in record["shards"])}
+    names = {"manifest.json", "tokenizer.json", "documents.npy", *(s["file"] for s in record["shards"])}
+    assert set(contents(out)) == names
+    assert record["document_ends"]["sha256"] == hashlib.sha256((out / "documents.npy").read_bytes()).hexdigest()
+    ends = np.load(out / "documents.npy")
+    assert ends.dtype == np.int64
+    assert ends.tolist() == np.cumsum([len(ids_of(text, tokenizer_file)) + 1 for text in TEXTS * 5 if text]).tolist()
+    assert (record["tails"], record["documents"], record["text_field"]) == ("drop", "join", "text")
 
 
 def test_documents_decode_to_their_text_with_eos_between(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
@@ -119,6 +103,7 @@ def test_bytes_depend_on_the_seed_and_not_on_workers_or_the_way_inputs_are_named
 
     one = run("one", [tmp_path / "in"])
     assert run("two", [f"{tmp_path}/in/[31].jsonl", tmp_path / "in"], workers=2) == one
+    assert run("three", [tmp_path / "in"], workers=3) == one
     other = run("other", [tmp_path / "in"], seed=1)
     assert other["shard-00000.npy"] != one["shard-00000.npy"]
     assert sorted(stored(tmp_path / "other").tolist()) == sorted(stored(tmp_path / "one").tolist())
@@ -131,19 +116,25 @@ def test_stored_order_does_not_depend_on_the_shard_size(write: Write, tmp_path: 
     np.testing.assert_array_equal(stored(tmp_path / "small"), stored(tmp_path / "large"))
 
 
-def test_progress_reaches_the_total(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
+def test_progress_reaches_the_total_of_each_stage(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
     files = [write("a.jsonl", json_lines(TEXTS * 3)), write("b.json.gz", json_lines(TEXTS))]
-    total = sum(file.stat().st_size for file in files)
-    calls: list[tuple[int, int]] = []
-    prepare(
+    size = sum(file.stat().st_size for file in files)
+    calls: list[tuple[str, int, int]] = []
+    manifest = prepare(
         files,
         tokenizer=tokenizer_file,
         context_length=8,
         output=tmp_path / "out",
-        progress=lambda done, of: calls.append((done, of)),
+        shard_tokens=160,
+        progress=lambda stage, done, total: calls.append((stage, done, total)),
     )
-    assert calls[-1] == (total, total)
-    assert calls == sorted(calls)
+    tokenising = [call for call in calls if call[0] == "tokenising"]
+    shuffling = [call for call in calls if call[0] == "shuffling"]
+    assert calls == tokenising + shuffling
+    assert tokenising == sorted(tokenising)
+    assert tokenising[-1] == ("tokenising", size, size)
+    assert len(manifest.shards) > 2
+    assert shuffling == [("shuffling", n + 1, len(manifest.shards)) for n in range(len(manifest.shards))]
 
 
 @pytest.mark.parametrize(("words", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
@@ -173,7 +164,7 @@ def test_eos_is_found_by_name_or_named(write: Write, tmp_path: Path) -> None:
 def test_eos_that_can_only_be_read_as_eos_is_refused(write: Write, tmp_path: Path) -> None:
     source = write("a.jsonl", json_lines(["a", "a </s> b"]))
     words = word_level(tmp_path, {"<unk>": 0, "</s>": 1, "a": 2})
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the text contains </s>"):
+    with pytest.raises(DamagedInputError, match=r"a\.jsonl, line 2: the text holds </s>"):
         prepare([source], tokenizer=words, context_length=2, output=tmp_path / "out")
 
 
@@ -191,66 +182,6 @@ def test_eos_not_marked_special_in_the_file_is_still_ordinary_text(
     assert stored(tmp_path / "out").tolist() == [stream_of([text], tokenizer_file)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_damage_in_any_file_leaves_nothing_behind(
-    write: Write, tmp_path: Path, tokenizer_file: Path, count: int
-) -> None:
-    write("a.jsonl", json_lines(TEXTS * 20))
-    write("b.jsonl", json_lines(TEXTS) + b'{"text": "half')
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(DataError, match=r"b\.jsonl, line 7"):
-        prepare([tmp_path / "in"], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out", workers=count)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_an_interrupt_leaves_nothing_behind(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
-    source = write("a.jsonl", json_lines(TEXTS))
-    before = sorted(tmp_path.iterdir())
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare([source], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out", progress=interrupt)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_killed_worker_is_an_error(
-    write: Write, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [write("a.jsonl", json_lines(TEXTS)), write("b.jsonl", json_lines(TEXTS))]
-    monkeypatch.setattr(workers, "_tokenise", _die)
-    with pytest.raises(ChildProcessError, match="worker was killed"):
-        prepare(files, tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out", workers=2)
-    assert not list(tmp_path.glob(".out*"))
-
-
-def _die(path: Path, output: Path) -> None:
-    os._exit(1)
-
-
-def test_existing_output_is_refused_and_kept(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
-    source = write("a.jsonl", json_lines(TEXTS))
-    out = tmp_path / "out"
-    out.mkdir()
-    prepare([source], tokenizer=tokenizer_file, context_length=8, output=out)  # an empty folder is taken
-    kept = contents(out)
-    with pytest.raises(DataError, match="out exists and is not an empty folder"):
-        prepare([source], tokenizer=tokenizer_file, context_length=8, output=out)
-    assert contents(out) == kept
-    with pytest.raises(DataError, match="exists and is not an empty folder"):
-        prepare([source], tokenizer=tokenizer_file, context_length=8, output=source)
-
-
-def test_another_runs_partial_folder_is_not_touched(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
-    source = write("a.jsonl", json_lines(TEXTS))
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "theirs").touch()
-    with pytest.raises(DataError, match=r"\.out\.partial exists"):
-        prepare([source], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "out")
-    assert (tmp_path / ".out.partial" / "theirs").exists()
-
-
 def test_arguments_are_checked_before_anything_is_written(write: Write, tmp_path: Path, tokenizer_file: Path) -> None:
     source = write("a.jsonl", json_lines(TEXTS))
     broken = tmp_path / "broken.json"
@@ -258,11 +189,14 @@ def test_arguments_are_checked_before_anything_is_written(write: Write, tmp_path
     before = sorted(tmp_path.iterdir())
     arguments: list[tuple[dict, str]] = [
         ({"context_length": 1}, "context length 1 is too short"),
-        ({"context_length": 100_000}, r"no instance of 100000 tokens fits: the inputs hold \d+ tokens in 1 files"),
+        ({"context_length": 100_000}, r"no instance of 100000 tokens fits: the inputs hold \d+ tokens in 1 file"),
         ({"workers": 0}, "0 workers"),
         ({"seed": -1}, "seed -1 is out of range"),
         ({"seed": 1 << 64}, "out of range"),
         ({"shard_tokens": 7}, "a shard of 7 tokens cannot hold an instance of 8"),
+        ({"max_bad_documents": -1}, "-1 bad documents cannot be allowed"),
+        ({"weights": {"*.jsonl": -1.0}}, r"weight -1.0 of '\*\.jsonl' is not possible"),
+        ({"weights": {"a.jsonl": 2.0}}, r"'a\.jsonl' matches no input file.*begin it with '\*'"),
         ({"tokenizer": broken}, r"broken\.json is not a Hugging Face tokenizer\.json"),
         ({"inputs": [tmp_path / "absent.txt"]}, "names no input file"),
     ]

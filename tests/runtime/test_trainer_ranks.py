@@ -1,0 +1,142 @@
+"""Training runs of several ranks: the curve of one process, who writes, uniform refusals, the trace of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus_compiler.config import load_config
+from optimus_compiler.runtime.metrics import METRICS, read_metrics
+from optimus_compiler.runtime.trainer import open_run, train
+from tests.ranks import Ranks
+from tests.tiny_run import write_config, write_data
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prepared data and a configuration."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_data(folder)
+    write_config(folder)
+    return folder
+
+
+def run_training(folder: Path, output: Path, overrides: list[str], profile: bool = False) -> int:
+    """One rank of a run; how many steps it was shown."""
+    shown: list[Any] = []
+    run = open_run(load_config(folder / "tiny.toml", [f"data.path={folder / 'data'}", *overrides]), output)
+    train(run, shown.append, profile=profile)
+    return len(shown)
+
+
+def test_meshes_reproduce_the_curve_of_one_process(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    common = ["train.steps=6", "train.global_batch_size=8", "data.document_mask=true"]
+    curves = {}
+    for name, world, mesh in [
+        ("one", 1, []),
+        ("dp", 2, ["mesh.dp=2"]),
+        ("ep", 2, ["mesh.ep=2"]),
+        ("both", 4, ["mesh.dp=2", "mesh.ep=2", "optimizer.zero=2"]),
+    ]:
+        shown = ranks.run(world, run_training, tiny, tmp_path / name, common + mesh)
+        assert shown == [6] + [0] * (world - 1)
+        curves[name] = read_metrics(tmp_path / name)
+    for name, curve in curves.items():
+        for found, alone in zip(curve, curves["one"], strict=True):
+            for key in ("loss", "ce_loss", "aux_loss", "grad_norm", "expert_load_max_over_mean"):
+                assert getattr(found, key) == pytest.approx(getattr(alone, key), rel=1e-4), (name, found.step, key)
+            assert (found.tokens, found.lr) == (alone.tokens, alone.lr)
+
+
+def refusals(folder: Path, output: Path, overrides: list[str]) -> str:
+    """What this rank says when the run cannot start."""
+    try:
+        run_training(folder, output, overrides)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mesh.dp=3"], "the mesh pp=1 x dp=3 x ep=1 x tp=1 needs 3 processes and this job has 2"),
+        (["mesh.ep=2", "train.global_batch_size=6"], "global_batch_size = 6 is not a multiple of micro_batch_size"),
+        (["mesh.ep=2", "model.overrides.num_experts=3"], "has 3 experts, which cannot be divided over ep=2 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(
+    ranks: Ranks, tiny: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    said = ranks.run(2, refusals, tiny, tmp_path / "run", overrides)
+    assert all(message in each for each in said), said
+    assert not (tmp_path / "run" / METRICS).exists()
+
+
+def test_damage_that_one_rank_finds_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank checks some of the shards: nobody may wait for the one that gave up."""
+    write_data(tmp_path)
+    write_config(tmp_path)
+    shard = next((tmp_path / "data").glob("shard-*.npy"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    said = ranks.run(2, refusals, tmp_path, tmp_path / "run", ["mesh.dp=2"])
+    assert sum(shard.name in each for each in said) == 1
+    assert sum("rank 0 failed" in each for each in said) == 1
+
+
+def test_torchrun_starts_the_command(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["optimus_compiler", "pretrain", str(tiny / "tiny.toml"), "--output", str(tmp_path / "run")]
+    command += ["--set", f"data.path={tiny / 'data'}", "--set", "mesh.ep=2", "--set", "train.steps=3"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("3 steps done") == 1
+    assert [metrics.step for metrics in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+# the trace of a step
+
+LAYERS = 6
+LARGER = [
+    "model.overrides.hidden_size=64",
+    "model.overrides.intermediate_size=64",
+    f"model.overrides.num_hidden_layers={LAYERS}",
+    "train.steps=3",
+    "train.micro_batch_size=128",
+    "train.global_batch_size=512",
+    "train.backend=aot_eager",
+    "mesh.dp=2",
+]
+
+
+def test_reduction_overlaps_backward(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """The real trace of a step of two micro-batches: gradients travel while earlier layers are still in backward."""
+    ranks.run(2, run_training, tiny, tmp_path / "run", LARGER, True)
+    for rank in (0, 1):
+        trace = json.loads((tmp_path / "run" / f"trace-rank{rank}.json").read_text())
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        first, backward = sorted((e for e in events if e["name"] == "optimus::backward"), key=lambda e: e["ts"])
+        starts = sorted((e for e in events if e["name"].startswith("optimus::reduce ")), key=lambda e: e["ts"])
+        end = backward["ts"] + backward["dur"]
+        assert len(starts) == LAYERS + 1  # every layer (the first with the embedding), and the head
+        assert starts[0]["ts"] > first["ts"] + first["dur"]  # nothing is reduced before the last micro-batch
+        assert starts[0]["ts"] < backward["ts"] + backward["dur"] / 2
+        assert starts[-1]["name"] == "optimus::reduce embed+layer0.float32"
+        assert all(start["ts"] < end for start in starts)
+        # gloo runs each reduction as one operation on a thread of its own, in order
+        sums = sorted((e for e in events if e["name"] == "gloo:all_reduce" and e["ts"] > starts[0]["ts"]),
+                      key=lambda e: e["ts"])[: len(starts)]  # fmt: skip
+        exposed = [e for e in sums if e["ts"] + e["dur"] > end]
+        assert len(exposed) <= 1, [(e["ts"] - end, e["dur"]) for e in exposed]
