@@ -64,7 +64,7 @@ class Bucket:
 
 
 def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
-    """A bucket of zeros for each (segment, dtype, placement), in program order; a tied weight is in its first segment's.
+    """Buckets of zeros for each (segment, dtype, placement), in program order; a tied weight is in its first segment's.
 
     The embedding is with the first layer: its backward, the last, is too short for anything to travel meanwhile.
     """

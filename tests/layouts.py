@@ -21,9 +21,9 @@ def small_model(kind: str) -> nn.Module:
         return ours(olmo_config(**sizes))
     model = ours(olmoe_config(**sizes, num_experts=8, num_key_value_heads=2))
     if kind == "idle":
+        gates = [value for name, value in model.named_parameters() if name.endswith("gate.weight")]
         with torch.no_grad():
-            for layer in model.model.layers:
-                gate = layer.mlp.gate.weight
+            for gate in gates:
                 gate[1], gate[3], gate[4:] = -gate[0], -gate[2], 0  # two of the first four are positive, the rest zero
     return model
 
@@ -66,7 +66,7 @@ def reference_run(model: nn.Module) -> Result:
             losses.append(out.loss.item())
             aux_losses.append(out.aux_loss.item() if is_moe else 0.0)
         if not result.losses:
-            result.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            result.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         result.losses.append(sum(losses) / MICRO_BATCHES)
         result.aux_losses.append(sum(aux_losses) / MICRO_BATCHES)
         result.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))

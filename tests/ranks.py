@@ -38,17 +38,17 @@ class Ranks:
             task = _pack((function, arguments))
             for rank, (_, pipe) in enumerate(self._workers[:count]):
                 pipe.send((rank, count, str(Path(folder) / "store"), task))
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:count])}
+            waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:count])}
             results: dict[int, Any] = {}
             while waiting:
-                ready = wait(list(waiting), timeout=seconds)
+                ready: list[Any] = wait(list(waiting), timeout=seconds)
                 if not ready:
                     self.stop()
                     raise RankError(f"ranks {sorted(waiting.values())} of {count} did not answer within {seconds} s")
                 for pipe in ready:
-                    rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                    rank = waiting.pop(pipe)
                     try:
-                        ok, payload = pipe.recv()  # type: ignore[union-attr]
+                        ok, payload = pipe.recv()
                     except EOFError:
                         self.stop()
                         raise RankError(f"rank {rank} of {count} died") from None

@@ -29,7 +29,7 @@ def communication(program: Program) -> list[tuple[str, str, tuple[int, ...]]]:
     found = []
     for node in layer.graph.graph.nodes:
         name = str(node.target).removesuffix(".default")
-        if name.startswith("_c10d_functional") and "wait" not in name or "exchange" in name or "_tokens" in name:
+        if (name.startswith("_c10d_functional") and "wait" not in name) or "exchange" in name or "_tokens" in name:
             group = next((a for a in node.args if isinstance(a, str) and a != "sum"), "")
             value = node.meta["val"][0] if isinstance(node.meta["val"], tuple | list) else node.meta["val"]
             found.append((name.rpartition(".")[2], group, tuple(value.shape)))
