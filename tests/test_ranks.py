@@ -282,6 +282,47 @@ def test_memory_is_what_the_formula_says(ranks: Ranks, dtype: torch.dtype) -> No
         assert total["epso", 2] < total["epso", 1]
 
 
+# the optimizer as a torch.optim.Optimizer
+
+
+def state_round_trip(zero: int) -> tuple[bool, list[float]]:
+    """Two steps, save, two steps, restore, the same two steps: bit by bit. And the learning rates of a scheduler."""
+    mesh = optimus.Mesh(dp=2, ep=2)
+    compiled = compile_small("olmoe", mesh, backend="eager")
+    optimizer = optimus.ShardedAdamW(compiled, lr=1e-2, zero=zero, no_decay=("*norm.weight",), clip_after=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    all_ids, all_labels = batches()
+    rates = []
+
+    def step(number: int) -> None:
+        compiled.train_step(own_rows(all_ids[number], mesh), own_rows(all_labels[number], mesh))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        step(number)
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    saved, weights = copy.deepcopy(optimizer.state_dict()), compiled.full_state_dict()
+    for number in (2, 3):
+        step(number)
+    expected = (compiled.full_state_dict(), optimizer.full_state()["exp_avg_sq"])
+    compiled.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    for number in (2, 3):
+        step(number)
+    found = (compiled.full_state_dict(), optimizer.full_state()["exp_avg_sq"])
+    equal = all(torch.equal(a[n], b[n]) for a, b in zip(expected, found, strict=True) for n in a)
+    return equal and len(optimizer.param_groups) == 2, rates
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_optimizer_state_is_saved_and_restored(ranks: Ranks, zero: int) -> None:
+    for equal, rates in ranks.run(4, state_round_trip, zero):
+        assert equal
+        assert rates == [1e-2, 5e-3]
+
+
 # order and repetition
 
 

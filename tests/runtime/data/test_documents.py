@@ -66,6 +66,32 @@ def test_symlinked_folders_are_read(write: Write, tmp_path: Path) -> None:
     assert find_files([tmp_path / "links"]) == [tmp_path / "links" / "in" / "a.txt"]
 
 
+def test_a_link_to_a_folder_around_it_is_followed_once(write: Write, tmp_path: Path) -> None:
+    inside, beside = write("folder/z.txt", b"x"), write("beside.txt", b"y")
+    os.symlink("..", inside.parent / "up")
+    assert find_files([inside.parent]) == [inside.parent / "up" / "beside.txt", inside]
+    assert find_files([tmp_path / "in"]) == [beside, inside]
+
+
+def test_a_link_to_nothing_is_refused(write: Write) -> None:
+    good = write("a.jsonl", GOOD)
+    os.symlink("absent", good.parent / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl is not a file that can be read: remove it, or the link"):
+        find_files([good.parent])
+
+
+def test_a_name_that_is_not_utf8_is_refused(write: Write) -> None:
+    good = write("漢 \u3000.txt", b"x")
+    assert find_files([good.parent]) == [good]
+    other = os.path.join(os.fsencode(good.parent), b"\xff.txt")
+    try:
+        open(other, "wb").close()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    with pytest.raises(DataError, match=r"udcff\.txt' has a name that is not UTF-8: rename it"):
+        find_files([good.parent])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("absent.jsonl", "absent.jsonl names no input file"), ("*.txt", "names no input file"), ("", "no input file")],

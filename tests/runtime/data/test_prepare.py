@@ -85,7 +85,7 @@ def test_documents_decode_to_their_text_with_eos_between(write: Write, tmp_path:
     context = len(ids_of(text, tokenizer_file)) + 1
     prepare([source], tokenizer=tokenizer_file, context_length=context, output=tmp_path / "out")
     data = PreparedData.open(tmp_path / "out")
-    for row in data.batch(0, 2, seed=0).tolist():
+    for row in data.read(np.arange(2)).tolist():
         assert row[-1] == EOS
         assert EOS not in row[:-1]
         assert data.tokenizer().decode(row[:-1], skip_special_tokens=False) == text
@@ -144,7 +144,7 @@ def test_dtype_holds_the_largest_id(write: Write, tmp_path: Path, words: int, dt
     manifest = prepare([source], tokenizer=word_level(tmp_path, vocabulary), context_length=3, output=tmp_path / "out")
     assert (manifest.dtype, manifest.vocab_size, manifest.eos_id) == (dtype, words, 1)
     assert stored(tmp_path / "out").tolist() == [[words - 1, words - 1, 1]]
-    assert PreparedData.open(tmp_path / "out").batch(0, 1, seed=0).tolist() == [[words - 1, words - 1, 1]]
+    assert PreparedData.open(tmp_path / "out").read(np.array([0])).tolist() == [[words - 1, words - 1, 1]]
 
 
 def test_eos_is_found_by_name_or_named(write: Write, tmp_path: Path) -> None:
@@ -159,6 +159,37 @@ def test_eos_is_found_by_name_or_named(write: Write, tmp_path: Path) -> None:
     none = word_level(tmp_path, {"<unk>": 0, "a": 1})
     with pytest.raises(DataError, match="none of the usual end-of-text tokens"):
         prepare([source], tokenizer=none, context_length=3, output=tmp_path / "other")
+
+
+def test_the_report_says_which_path_encoded_how_many_and_why_none_took_the_fast_one(
+    write: Write, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    source = write("a.jsonl", json_lines(["a b a b", "b", ""]))
+    words = word_level(tmp_path, {"<unk>": 0, "</s>": 1, "a": 2, "b": 3})
+    said: list[str] = []
+    for name, tokenizer in (("words", words), ("bytes", tokenizer_file)):
+        prepare([source], tokenizer=tokenizer, context_length=2, output=tmp_path / name, report=said.append)
+    slow, fast = said
+    assert slow.startswith(
+        "3 documents read: tiktoken encoded 0, tokenizers 3 (tiktoken may encode differently from this tokenizer: its "
+        "pre-tokenizer (WhitespaceSplit) is not"
+    )
+    assert fast in (
+        "3 documents read: tiktoken encoded 3, tokenizers 0",
+        "3 documents read: tiktoken encoded 0, tokenizers 3 "
+        "(tiktoken is not installed: pip install 'optimus-compiler[tiktoken]')",
+    )
+
+
+def test_the_current_folder_can_be_the_output(
+    write: Write, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    prepare([source], tokenizer=tokenizer_file, context_length=8, output=".")
+    assert Manifest.read(tmp_path / "here").counts.documents == len(TEXTS) - 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "in"]
 
 
 def test_eos_that_can_only_be_read_as_eos_is_refused(write: Write, tmp_path: Path) -> None:
@@ -196,6 +227,11 @@ def test_arguments_are_checked_before_anything_is_written(write: Write, tmp_path
         ({"shard_tokens": 7}, "a shard of 7 tokens cannot hold an instance of 8"),
         ({"max_bad_documents": -1}, "-1 bad documents cannot be allowed"),
         ({"weights": {"*.jsonl": -1.0}}, r"weight -1.0 of '\*\.jsonl' is not possible"),
+        ({"weights": {"*.jsonl": 1e30}}, r"weight 1e\+30 of .* give a number from 0 to 1,000,000"),
+        (
+            {"inputs": [tmp_path], "output": tmp_path / "in" / "out"},
+            r"in/out is inside the input folder .*: move it out",
+        ),
         ({"weights": {"a.jsonl": 2.0}}, r"'a\.jsonl' matches no input file.*begin it with '\*'"),
         ({"tokenizer": broken}, r"broken\.json is not a Hugging Face tokenizer\.json"),
         ({"inputs": [tmp_path / "absent.txt"]}, "names no input file"),

@@ -102,6 +102,37 @@ def test_killed_before_any_step_it_continues_to_the_same_bytes(
     assert killed_after_commit  # the last kill came between the rename and the end
 
 
+def test_a_token_file_that_was_altered_since_is_written_again(arguments: dict[str, Any], tmp_path: Path) -> None:
+    prepare(**(arguments | {"output": tmp_path / "whole"}))
+
+    def stop(stage: str, *_: int) -> None:
+        if stage == "shuffling":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(**arguments, progress=stop)
+    shutil.rmtree(tmp_path / PARTIAL / "result")
+    ids = tmp_path / PARTIAL / "tokens" / "00001.bin"
+    data = bytearray(ids.read_bytes())
+    data[10] ^= 1
+    ids.write_bytes(data)
+    prepare(**arguments)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_tokenizer_that_changes_during_the_run_is_named(
+    arguments: dict[str, Any], tokenizer_file: Path, tmp_path: Path
+) -> None:
+    arguments["tokenizer"] = Path(shutil.copy(tokenizer_file, tmp_path / "mine.json"))
+
+    def change(*_: object) -> None:
+        arguments["tokenizer"].write_bytes(tokenizer_file.read_bytes() + b" ")
+
+    with pytest.raises(DataError, match=r"mine\.json was changed while it was used: restore it and run the same"):
+        prepare(**arguments, progress=change)
+    assert not (tmp_path / "out").exists()
+
+
 def test_killed_again_and_again_it_still_arrives(arguments: dict[str, Any], tmp_path: Path) -> None:
     prepare(**(arguments | {"output": tmp_path / "whole"}))
 

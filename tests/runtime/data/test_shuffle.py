@@ -5,6 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.shuffle import permute
 
 
@@ -20,6 +21,12 @@ def test_values_are_pinned() -> None:
         169415043,
         1813625372,
     ]
+
+
+@pytest.mark.parametrize("position", [-1, 10, 1 << 40])
+def test_a_position_outside_is_refused(position: int) -> None:
+    with pytest.raises(DataError, match=rf"{position} are not all in \[0, 10\)|positions {position} to"):
+        permute(np.array([3, position]), 10, seed=0, epoch=0)
 
 
 def test_any_subset_can_be_asked_for_alone() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,22 @@ def test_ids_ends_and_record_of_a_file(write: Write, folder: Path, tokenizer_fil
     assert (record.documents, record.empty_documents, record.tokens) == (6, 1, len(expected))
     assert record.fast_documents + record.reference_documents == 7
     assert [(bad.line, bad.file) for bad in record.bad_documents] == [(7, str(path))]
+
+
+def test_a_batch_of_empty_documents_is_bounded_too(
+    write: Write, folder: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenise, "PART", 10)
+    batches: list[int] = []
+
+    class Counting(Encoder):
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            batches.append(len(texts))
+            return super().encode(texts)
+
+    encoder = Counting(TextTokenizer.load(tokenizer_file).tokenizer)
+    record = run(write("a.jsonl", json_lines([""] * 25)), folder, tokenizer_file, encoder=encoder)
+    assert (record.empty_documents, batches) == (25, [10, 10, 5])
 
 
 def test_a_file_with_nothing_good_has_no_tokens(write: Write, folder: Path, tokenizer_file: Path) -> None:
@@ -220,37 +237,35 @@ def test_a_wrong_cut_in_the_first_document_stops_the_run(
         run(write("a.txt", b"a word after word"), folder, tokenizer_file)
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[Callable[[int], None]]:
-    """Sets the most bytes a file may have, as a stand-in for a full disk."""
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """The most bytes a file may have: a stand-in for a full disk. Not a fixture: pytest itself may write to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("limit", [0, 100, 130, 5000])
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(
-    write: Write, folder: Path, tokenizer_file: Path, file_size_limit: Callable[[int], None], limit: int
+    write: Write, folder: Path, tokenizer_file: Path, limit: int
 ) -> None:
     path = write("a.jsonl", json_lines(["word after word " * 300] * 9))
-    file_size_limit(limit)
-    with pytest.raises(DataError, match=r"could not be written \(File too large\): free some space and run") as caught:
+    message = r"could not be written \(File too large\): free some space and run"
+    with pytest.raises(DataError, match=message) as caught, file_size_limit(limit):
         run(path, folder, tokenizer_file)
     assert str(folder) in str(caught.value)
     assert list(folder.iterdir()) == []
 
 
 def test_a_full_disk_while_a_large_document_is_copied_is_an_error_too(
-    write: Write,
-    folder: Path,
-    tokenizer_file: Path,
-    file_size_limit: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    write: Write, folder: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "LARGE_LINE", 20)
     path = write("a.jsonl", json_lines(["word after word " * 3000]))
-    file_size_limit(9000)
-    with pytest.raises(DataError, match="free some space and run the same command again"):
+    with pytest.raises(DataError, match="free some space and run the same command again"), file_size_limit(9000):
         run(path, folder, tokenizer_file)
     assert list(folder.iterdir()) == []
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.data.manifest import Manifest
 from optimus_compiler.runtime.data.prepare import prepare
 from optimus_compiler.runtime.data.stats import stats
 from optimus_compiler.runtime.data.verify import verify
@@ -70,18 +71,32 @@ def test_what_prepare_wrote_has_no_fault(
 
 def test_a_flipped_bit_is_found_wherever_it_is(copy: Path) -> None:
     for path in sorted(copy.iterdir()):
-        if path.name == "manifest.json":
-            continue
         whole = path.read_bytes()
         for place in (3, len(whole) // 2, len(whole) - 1):
             data = bytearray(whole)
             data[place] ^= 1
             path.write_bytes(data)
-            faults = verify(copy)
-            assert faults
-            assert faults[0].startswith(str(path))
+            assert first_fault(copy).startswith(str(path))
         path.write_bytes(whole)
     assert verify(copy) == []
+
+
+def first_fault(folder: Path) -> str:
+    """The one without which nothing else is checked, or the first that is listed."""
+    try:
+        return verify(folder)[0]
+    except DataError as error:
+        return str(error)
+
+
+def test_values_of_the_manifest_that_nothing_else_contradicts_are_checked_too(copy: Path) -> None:
+    path = copy / "manifest.json"
+    whole = path.read_bytes()
+    for damaged_bytes in (whole.replace(b"a.jsonl", b"c.jsonl"), whole.replace(b'"seed": 0', b'"seed": 8'), whole[:-1]):
+        assert damaged_bytes != whole
+        path.write_bytes(damaged_bytes)
+        with pytest.raises(DataError, match=r"manifest\.json is not what was written \(another sha256\): restore it"):
+            verify(copy)
 
 
 def test_all_faults_are_listed(copy: Path) -> None:
@@ -115,8 +130,14 @@ def rehashed(folder: Path, path: Path) -> list[str]:
     for listed in [*manifest["shards"], manifest["document_ends"], manifest["bad_documents"]]:
         if listed["file"] == path.name:
             listed["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
     return verify(folder)
+
+
+def write_manifest(folder: Path, record: dict[str, Any]) -> None:
+    """One that knows its own sha256."""
+    fields = {name: value for name, value in record.items() if name != "sha256"}
+    Manifest.model_validate_json(json.dumps(fields)).write(folder)
 
 
 def test_an_id_outside_the_vocabulary_is_named(copy: Path) -> None:
@@ -154,7 +175,7 @@ def test_counts_that_do_not_follow_from_the_documents_are_named(copy: Path, name
     one, other = (source["counts"] for source in manifest["sources"])
     one[name] += 1
     other[name] -= 1
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(copy, manifest)
     faults = verify(copy)
     assert [fault.split(" should be ")[0].rsplit("/", 1)[1] for fault in faults[:2]] == ["a.jsonl", "b.jsonl"]
 
@@ -163,7 +184,7 @@ def test_other_vocabulary_and_other_number_of_bad_documents_are_named(copy: Path
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest.update(vocab_size=301, eos_id=2)
     (copy / "bad_documents.jsonl").write_text("")
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(copy, manifest)
     faults = rehashed(copy, copy / "bad_documents.jsonl")
     assert faults[:3] == [
         f"{copy / 'tokenizer.json'} has a vocabulary of 300, the manifest says 301",
@@ -175,7 +196,7 @@ def test_other_vocabulary_and_other_number_of_bad_documents_are_named(copy: Path
 def test_shards_of_unknown_sources_are_checked_and_described_without_them(copy: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest.update(sources=[], document_ends=None)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(copy, manifest)
     assert verify(copy) == []
     assert stats(copy).splitlines()[-1].split() == ["seed", "0"]
 
