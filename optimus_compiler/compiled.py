@@ -88,6 +88,11 @@ class CompiledModel(nn.Module):
 
     # weights
 
+    @property
+    def weight_loads(self) -> int:
+        """How often load_state_dict has replaced the weights."""
+        return self.weights.loads
+
     def fp32_weights(self, bucket: Bucket, start: int, stop: int) -> Tensor:
         """What fp32 masters of elements [start, stop) of a bucket start from."""
         return self.weights.fp32(bucket, start, stop)

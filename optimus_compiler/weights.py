@@ -24,6 +24,7 @@ class Weights:
         """
         self.program = program
         self.seed = seed
+        self.loads = 0  # how often they were replaced: masters of an optimizer start anew then
         self.std = float(getattr(model.config, "initializer_range", 0.02))
         self._device = device
         self._state_names = tuple(model.state_dict())
@@ -105,6 +106,7 @@ class Weights:
         with torch.no_grad():
             for name, shard in self._shards(state_dict, transfer):
                 self.parameters[name].copy_(shard)
+        self.loads += 1
 
     def _check(self, state_dict: Mapping[str, Tensor]) -> None:
         needed = {name for spec in self.program.parameters.values() for name in spec.source.names}

@@ -37,17 +37,22 @@ class ExpertParallel(Pass):
     def run(self, program: Program) -> PassReport:
         matches, notes = 0, []
         for group in program.groups():
-            blocks = [_block(node) for node in group[0].graph.graph.nodes if node.target is ops.index_tokens.default]
+            blocks = [_Block.of(program, group, node) for node in group[0].graph.graph.nodes
+                      if node.target is ops.index_tokens.default]  # fmt: skip
             for block in blocks:
-                _shard_experts(program, group, block)
-                first_expert = _first_expert(program, group, block)
+                _shard_experts(block)
+                rows = block.most_rows
+                if self.expert_rows != "exact":
+                    rows = min(rows, math.ceil(self.expert_rows * block.choices))
                 distribute = _all_gather if self.dispatch == "allgather" else _all_to_all
-                needed, rows, most = distribute(program, group[0], block, first_expert, self.expert_rows)
-                if rows < most:
-                    _report_overflow(program, group, needed, rows)
+                with block.graph.inserting_before(block.grouped_mlp):
+                    out, needed = distribute(block, rows)
+                    if rows < block.most_rows:
+                        _report_overflow(block, needed, rows)
+                block.reduce_outputs.replace_all_uses_with(out)
                 matches += len(group)
-                local = tensor_of(block.grouped_mlp.args[3]).shape[0]  # type: ignore[arg-type]
-                notes.append(f"{len(group)} x {local} experts a rank, room for {rows:,} rows of at most {most:,}")
+                notes.append(f"{len(group)} x {block.local_experts} experts a rank, room for {rows:,} rows of at most "
+                             f"{block.most_rows:,}")  # fmt: skip
             if not blocks and any(node.target is aten.topk.default for node in group[0].graph.graph.nodes):
                 raise PassError(
                     f"a {group[0].kind} chooses experts by topk and has no index_tokens: "
@@ -58,120 +63,116 @@ class ExpertParallel(Pass):
 
 @dataclass(frozen=True)
 class _Block:
-    """The three operations of a fused expert block."""
+    """The three operations of a fused expert block, in the graph that a group of segments shares."""
 
+    program: Program
+    group: list[Segment]
     index_tokens: fx.Node
     grouped_mlp: fx.Node
     reduce_outputs: fx.Node
 
+    @classmethod
+    def of(cls, program: Program, group: list[Segment], index_tokens: fx.Node) -> "_Block":
+        after = {node.target: node for result in index_tokens.users for node in result.users}
+        return cls(program, group, index_tokens, after[ops.grouped_mlp.default], after[ops.reduce_outputs.default])
 
-def _block(index_tokens: fx.Node) -> _Block:
-    after = {node.target: node for result in index_tokens.users for node in result.users}
-    mlp = after[ops.grouped_mlp.default]
-    return _Block(index_tokens, mlp, after[ops.reduce_outputs.default])
+    @property
+    def graph(self) -> fx.Graph:
+        return self.group[0].graph.graph
+
+    @property
+    def tokens(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """This rank's choices [S, K], hidden states [S, H] and routing weights [S, K]."""
+        return self.index_tokens.args[0], *self.grouped_mlp.args[:2]  # type: ignore[return-value]
+
+    @property
+    def experts(self) -> tuple[fx.Node, fx.Node]:
+        """Gate and up, and down projections; sharded once _shard_experts has run."""
+        return self.grouped_mlp.args[2:4]  # type: ignore[return-value]
+
+    @property
+    def local_experts(self) -> int:
+        return tensor_of(self.experts[1]).shape[0]
+
+    @property
+    def choices(self) -> int:
+        """S * K."""
+        return tensor_of(self.tokens[0]).numel()
+
+    @property
+    def most_rows(self) -> int:
+        """T * K: every choice of every rank."""
+        return self.program.mesh.ep * self.choices
+
+    def add(self, target: Any, *arguments: Any) -> fx.Node:
+        return insert(self.program, self.graph, target, *arguments, like=self.index_tokens)
+
+    def results(self, node: fx.Node, count: int) -> list[fx.Node]:
+        return unpack(self.program, self.graph, node, count)
 
 
-def _shard_experts(program: Program, group: list[Segment], block: _Block) -> None:
-    experts, ep = tensor_of(block.grouped_mlp.args[3]).shape[0], program.mesh.ep  # type: ignore[arg-type]
+def _shard_experts(block: _Block) -> None:
+    """Step 1: in the table of parameters, and in the graph."""
+    program, experts, ep = block.program, block.local_experts, block.program.mesh.ep
     if experts % ep:
         raise PassError(
             f"{where(block.index_tokens)} has {experts} experts, which cannot be divided over ep={ep} ranks: "
             f"choose an ep that divides {experts}"
         )
-    for weight in block.grouped_mlp.args[2:4]:
-        position = group[0].placeholders().index(weight)  # type: ignore[arg-type]
-        for name in {segment.parameters[position] for segment in group}:
+    for weight in block.experts:
+        position = block.group[0].placeholders().index(weight)
+        for name in {segment.parameters[position] for segment in block.group}:
             spec = program.parameters[name]
             program.parameters[name] = replace(spec, placement={**spec.placement, "ep": 0})
-        whole = tensor_of(weight)  # type: ignore[arg-type]
+        whole = tensor_of(weight)
         with program.fake_mode:
-            weight.meta["val"] = whole.new_empty((experts // ep, *whole.shape[1:]))  # type: ignore[union-attr]
+            weight.meta["val"] = whole.new_empty((experts // ep, *whole.shape[1:]))
 
 
-def _first_expert(program: Program, group: list[Segment], block: _Block) -> fx.Node:
-    """The number of this rank's first expert, 0-d, computed from the rank's coordinate."""
-    index = rank_coordinate(program, group, EP_INDEX, "ep")
-    experts = tensor_of(block.grouped_mlp.args[3]).shape[0]  # type: ignore[arg-type]
-    graph = group[0].graph.graph
-    with graph.inserting_before(block.index_tokens):
-        return insert(program, graph, aten.mul.Tensor, index, experts, like=block.index_tokens)
+def _all_gather(block: _Block, rows: int) -> tuple[fx.Node, fx.Node]:
+    """Steps 2 to 4; (this rank's outputs [S, H], how many rows the local experts needed)."""
+
+    def with_all_ranks(collective: Any, *arguments: Any) -> fx.Node:
+        return block.add(c10d.wait_tensor.default, block.add(collective, *arguments, block.program.mesh.ep, "ep"))
+
+    indices_TK, x_TH, weights_TK = (with_all_ranks(c10d.all_gather_into_tensor.default, own) for own in block.tokens)
+    out_TH, needed = _compute(block, indices_TK, x_TH, weights_TK, rows)
+    return with_all_ranks(c10d.reduce_scatter_tensor.default, out_TH, "sum"), needed
 
 
-def _bounded(expert_rows: float | Literal["exact"], choices: int, ep: int) -> int:
-    """Rows of a buffer for tokens of `choices` choices on each of `ep` ranks."""
-    return ep * choices if expert_rows == "exact" else min(ep * choices, math.ceil(expert_rows * choices))
-
-
-def _all_gather(
-    program: Program, segment: Segment, block: _Block, first_expert: fx.Node, expert_rows: float | Literal["exact"]
-) -> tuple[fx.Node, int, int]:
-    """Steps 2 to 4; (the node that counts the rows needed, the rows there are, the most there can be)."""
-    graph, ep = segment.graph.graph, program.mesh.ep
-    index_tokens, mlp, reduce_outputs = block.index_tokens, block.grouped_mlp, block.reduce_outputs
-    choices = tensor_of(index_tokens.args[0]).numel()  # type: ignore[arg-type]
-    rows, most = _bounded(expert_rows, choices, ep), ep * choices
-
-    def add(target: Any, *arguments: Any) -> fx.Node:
-        return insert(program, graph, target, *arguments, like=index_tokens)
-
-    def everywhere(collective: Any, value: Any, *arguments: Any) -> fx.Node:
-        return add(c10d.wait_tensor.default, add(collective, value, *arguments, ep, "ep"))
-
-    with graph.inserting_before(mlp):
-        local_experts = tensor_of(mlp.args[3]).shape[0]  # type: ignore[arg-type]
-        gather = c10d.all_gather_into_tensor.default
-        indices, x, weights = (everywhere(gather, v) for v in (index_tokens.args[0], *mlp.args[:2]))
-        tables = add(ops.index_tokens.default, indices, first_expert, local_experts, rows)
-        _note_bound(tables, 3, most)
-        *rows_of, needed = unpack(program, graph, tables, 4)
-        both = add(ops.grouped_mlp.default, x, weights, *mlp.args[2:4], *rows_of)
-        y_RH, _ = unpack(program, graph, both, 2)
-        out = add(ops.reduce_outputs.default, y_RH, rows_of[1], rows_of[0])
-        own = everywhere(c10d.reduce_scatter_tensor.default, out, "sum")
-    reduce_outputs.replace_all_uses_with(own)
-    return needed, rows, most
-
-
-def _all_to_all(
-    program: Program, segment: Segment, block: _Block, first_expert: fx.Node, expert_rows: float | Literal["exact"]
-) -> tuple[fx.Node, int, int]:
+def _all_to_all(block: _Block, rows: int) -> tuple[fx.Node, fx.Node]:
     """Steps 2 to 4 with each row sent to its expert alone: a row received is a token of one choice."""
-    graph, ep = segment.graph.graph, program.mesh.ep
-    index_tokens, mlp, reduce_outputs = block.index_tokens, block.grouped_mlp, block.reduce_outputs
-    choices = tensor_of(index_tokens.args[0]).numel()  # type: ignore[arg-type]
-    rows, most = _bounded(expert_rows, choices, ep), ep * choices
-
-    def add(target: Any, *arguments: Any) -> fx.Node:
-        return insert(program, graph, target, *arguments, like=index_tokens)
-
-    with graph.inserting_before(mlp):
-        local_experts = tensor_of(mlp.args[3]).shape[0]  # type: ignore[arg-type]
-        plan = add(ops.plan_exchange.default, index_tokens.args[0], local_experts * ep, rows, ep, "ep")
-        _note_bound(plan, 2, most)
-        token_P, row_SK, counts, indices_R1, needed = unpack(program, graph, plan, 5)
-        sent = add(ops.send_tokens.default, *mlp.args[:2], token_P, row_SK, counts, rows, "ep")
-        _note_bound(sent, 5, most)
-        x_RH, weights_R1 = unpack(program, graph, sent, 2)
-        tables = add(ops.index_tokens.default, indices_R1, first_expert, local_experts, None)
-        token_R, row_R1, offsets_E, _ = unpack(program, graph, tables, 4)
-        both = add(ops.grouped_mlp.default, x_RH, weights_R1, *mlp.args[2:4], token_R, row_R1, offsets_E)
-        y_RH, _ = unpack(program, graph, both, 2)
-        out = add(ops.reduce_outputs.default, y_RH, row_R1, token_R)
-        own = add(ops.return_tokens.default, out, token_P, row_SK, counts, "ep")
-    reduce_outputs.replace_all_uses_with(own)
-    return needed, rows, most
+    indices_SK, x_SH, weights_SK = block.tokens
+    ep = block.program.mesh.ep
+    plan = block.add(ops.plan_exchange.default, indices_SK, block.local_experts * ep, rows, ep, "ep")
+    token_P, row_SK, counts, indices_R1, needed = block.results(plan, 5)
+    sent = block.add(ops.send_tokens.default, x_SH, weights_SK, token_P, row_SK, counts, rows, "ep")
+    x_RH, weights_R1 = block.results(sent, 2)
+    for node, argument in ((plan, 2), (sent, 5)):
+        _note_bound(node, argument, block.most_rows)
+    out_RH, _ = _compute(block, indices_R1, x_RH, weights_R1, rows)
+    return block.add(ops.return_tokens.default, out_RH, token_P, row_SK, counts, "ep"), needed
 
 
-def _report_overflow(program: Program, group: list[Segment], needed: fx.Node, rows: int) -> None:
+def _compute(block: _Block, indices: fx.Node, x: fx.Node, weights: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+    """Step 3: the local experts on all tokens that are here; (their outputs, how many rows they needed)."""
+    index = rank_coordinate(block.program, block.group, EP_INDEX, "ep")
+    first_expert = block.add(aten.mul.Tensor, index, block.local_experts)
+    tables = block.add(ops.index_tokens.default, indices, first_expert, block.local_experts, rows)
+    _note_bound(tables, 3, block.most_rows)
+    token_R, row_TK, offsets_E, needed = block.results(tables, 4)
+    mlp = block.add(ops.grouped_mlp.default, x, weights, *block.experts, token_R, row_TK, offsets_E)
+    y_RH, _ = block.results(mlp, 2)
+    return block.add(ops.reduce_outputs.default, y_RH, row_TK, token_R), needed
+
+
+def _report_overflow(block: _Block, needed: fx.Node, rows: int) -> None:
     """An output of the program that is True when the local experts needed more rows than there are."""
-    graph = group[0].graph.graph
-    with graph.inserting_after(needed):
-        flag = insert(program, graph, aten.gt.Scalar, needed, rows, like=needed)
-    group[0].add_output(flag)
-    for segment in group:
-        name = f"{OVERFLOW}{len(program.overflows())}"
+    block.group[0].add_output(block.add(aten.gt.Scalar, needed, rows))
+    for segment in block.group:
+        name = f"{OVERFLOW}{len(block.program.overflows())}"
         segment.outputs = (*segment.outputs, name)
-        program.outputs[name] = name
+        block.program.outputs[name] = name
 
 
 def _note_bound(node: fx.Node, argument: int, most: int) -> None:

@@ -29,6 +29,11 @@ class BucketedModel(Protocol):
 
     @property
     def reduction(self) -> GradientReduction: ...
+    @property
+    def weight_loads(self) -> int:
+        """How often the weights were replaced from outside."""
+        ...
+
     def fp32_weights(self, bucket: Bucket, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a bucket's weights in fp32, a tensor of its own: what a master copy starts from."""
         ...
@@ -109,6 +114,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.clip_after = clip_after
 
         self._compiled = compiled
+        self._loads_seen = compiled.weight_loads
         self.reduction = compiled.reduction
         self.reduction.shard(sharding, zero, reduce_dtype)
         buckets = [part.bucket for part in self.reduction.parts]
@@ -159,6 +165,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         unscaled. Raises RuntimeError when a `.grad` no longer points into its bucket.
         """
         self._check_gradients()
+        self._follow_loaded_weights()
         norm = self.gradient_norm() if gradient_norm is None else gradient_norm
         clips = self.steps_taken >= self.clip_after and self.clip_norm != float("inf")
         factor = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0) if clips else None
@@ -246,6 +253,18 @@ class ShardedAdamW(torch.optim.Optimizer):
     def memory_report(self) -> MemoryReport:
         """Bytes of weights, gradients, masters and moments, per bucket; print it for a table."""
         return MemoryReport(tuple(_memory_of(shard) for shard in self._shards))
+
+    def _follow_loaded_weights(self) -> None:
+        """Weights that were loaded since the last step become the masters, where those are not what was rounded to
+        them: else the update would undo the loading."""
+        if self._loads_seen != self._compiled.weight_loads:
+            self._loads_seen = self._compiled.weight_loads
+            for shard in self._shards:
+                if shard.master is not None:
+                    part = shard.reduction
+                    loaded = self._compiled.fp32_weights(part.bucket, part.start_at, part.stop_at)
+                    is_same = shard.master.to(shard.weights.dtype) == shard.weights
+                    shard.master.copy_(torch.where(is_same, shard.master, loaded))
 
     def _check_gradients(self) -> None:
         for part in self.reduction.parts:

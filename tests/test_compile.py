@@ -1,5 +1,6 @@
 """compile and CompiledModel: padding, micro-batches, weights, the self-check, and what is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -224,3 +225,41 @@ def test_a_lost_gradient_is_an_error() -> None:
     step.parameters = [parameter.detach() for parameter in step.parameters]
     with pytest.raises(RuntimeError, match=r"2 parameters got no gradient, lm_head\.weight among them"):
         compiled.train_step(ids, labels)
+
+
+def test_weights_loaded_after_the_optimizer_was_made_are_kept() -> None:
+    """bf16: a step works on fp32 masters, which must follow the weights that were loaded."""
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(ours(olmoe_config()).bfloat16(), ids, backend="eager", seed=0)
+    optimizer = optimus.ShardedAdamW(compiled, lr=1e-4, weight_decay=0.0)
+    for number in (1, 2):
+        loaded = ours(olmoe_config(), seed=number).bfloat16().state_dict()
+        compiled.load_state_dict(loaded)
+        compiled.train_step(ids, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in compiled.full_state_dict().items():
+            assert (value.float() - loaded[name].float()).abs().max() <= 1e-3 + 2**-7 * loaded[name].abs().max(), name
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_weights_and_state_are_restored_in_either_order(weights_first: bool) -> None:
+    """bf16 weights are rounded masters: loading both continues bit by bit, whichever comes last."""
+    ids, labels = random_ids(V, 2, 8)
+    compiled = compile_for(ours(olmoe_config()).bfloat16(), ids, backend="eager", seed=0)
+    optimizer = optimus.ShardedAdamW(compiled, lr=1e-3)
+
+    def step() -> dict[str, torch.Tensor]:
+        compiled.train_step(ids, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+        return compiled.full_state_dict()
+
+    weights, state = step(), copy.deepcopy(optimizer.state_dict())
+    expected = [step(), step()]
+    restore = [lambda: compiled.load_state_dict(weights), lambda: optimizer.load_state_dict(state)]
+    for load in restore if weights_first else reversed(restore):
+        load()
+    for wanted in expected:
+        found = step()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -11,18 +11,9 @@ import pytest
 
 from optimus_compiler.cli import pretrain
 from optimus_compiler.cli.main import main
-from tests.tiny_run import write_config, write_corpus, write_data, write_tokenizer
+from tests.tiny_run import write_corpus, write_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.toml, corpus.jsonl, tokenizer.json and data/."""
-    folder = tmp_path_factory.mktemp("tiny")
-    write_data(folder)
-    write_config(folder)
-    return folder
 
 
 @pytest.fixture
@@ -83,10 +74,12 @@ def test_explain_prints_passes_and_graphs(optimus: Run, tiny: Path) -> None:
     assert (code, err) == (0, "")
     assert "FuseSparseMoE" in out
     assert "grouped_mlp" not in out
-    options = ("--set", "train.sequence_length=16", "--set", "mesh.dp=4", "--graph")
+    options = ("--set", "train.sequence_length=16", "--set", "mesh.dp=4", "--set", "mesh.ep=2", "--graph")
     code, out, err = optimus("explain", tiny / "tiny.toml", *options)
     assert (code, err) == (0, "")
-    assert "not applied: mesh pp=1 dp=4 ep=1 tp=1" in out
+    assert out.startswith("mesh      pp=1 x dp=4 x ep=2 x tp=1\n")  # of any size, in one process
+    assert "2 x 2 experts a rank" in out
+    assert "_c10d_functional.reduce_scatter_tensor" in out
     assert out.count("class GraphModule") == 4  # const, embed, one layer for both, head
     assert "torch.ops.optimus.grouped_mlp" in out
 

@@ -21,6 +21,7 @@ class FlatModel:
         self._fp32 = {name: _flatten(weights) for name, weights in tensors.items()}
         self.buckets = tuple(_bucket(name, weights, self._fp32[name].to(dtype)) for name, weights in tensors.items())
 
+        self.weight_loads = 0
         self.reduction = GradientReduction(self.buckets, Mesh())
 
     def fp32_weights(self, bucket: Bucket, start: int, stop: int) -> Tensor:

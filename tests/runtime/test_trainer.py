@@ -23,16 +23,7 @@ from optimus_compiler.runtime.metrics import StepMetrics, read_metrics
 from optimus_compiler.runtime.optimizer import ShardedAdamW
 from optimus_compiler.runtime.schedule import learning_rate
 from optimus_compiler.runtime.trainer import RunFailedError, open_run, train
-from tests.tiny_run import CONTEXT_LENGTH, write_config, write_data
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.toml and data/."""
-    folder = tmp_path_factory.mktemp("tiny")
-    write_data(folder)
-    write_config(folder)
-    return folder
+from tests.tiny_run import CONTEXT_LENGTH
 
 
 @pytest.fixture(scope="module")

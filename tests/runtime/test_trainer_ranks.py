@@ -20,15 +20,6 @@ from tests.tiny_run import write_config, write_data
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with prepared data and a configuration."""
-    folder = tmp_path_factory.mktemp("tiny")
-    write_data(folder)
-    write_config(folder)
-    return folder
-
-
 def run_training(folder: Path, output: Path, overrides: list[str], profile: bool = False) -> int:
     """One rank of a run; how many steps it was shown."""
     shown: list[Any] = []
