@@ -108,6 +108,7 @@ def _weights(options: list[str]) -> dict[str, float]:
 
 def _prepare(inputs: list[str], *, output: Path, **options: Any) -> None:
     from optimus_compiler.cli.stages import StageProgress
+    from optimus_compiler.runtime.data.errors import counted
     from optimus_compiler.runtime.data.manifest import BAD_DOCUMENTS
     from optimus_compiler.runtime.data.prepare import prepare as prepare_data
 
@@ -115,7 +116,7 @@ def _prepare(inputs: list[str], *, output: Path, **options: Any) -> None:
         manifest = prepare_data(inputs, output=output, progress=progress.show, report=progress.say, **options)
     counts = manifest.counts
     if counts.bad_documents:
-        print(f"{counts.bad_documents:,} bad documents left out, listed in {output / BAD_DOCUMENTS}")
+        print(f"{counted(counts.bad_documents, 'bad document')} left out, listed in {output / BAD_DOCUMENTS}")
     print(
         f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens, {counts.instances:,} sequences of "
         f"{manifest.context_length:,} ({counts.dropped_tokens:,} tokens left over at the ends of files), "

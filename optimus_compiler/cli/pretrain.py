@@ -31,7 +31,7 @@ def pretrain(
     torchrun, mpiexec or srun, the processes are arranged as [mesh] says, and rank 0 alone prints and writes.
 
     \b
-    Examples:
+    Example:
       optimus pretrain run.toml --set data.path=data --set train.steps=1000 --output run
       torchrun --nproc-per-node 4 -m optimus_compiler pretrain run.toml --set mesh.dp=2 --set mesh.ep=2 --output run
     """

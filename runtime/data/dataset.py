@@ -12,7 +12,6 @@ from torch import Tensor
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.files import npy_header, sha256_of
 from optimus_compiler.runtime.data.manifest import TOKENIZER, Manifest
-from optimus_compiler.runtime.data.sample_index import Position, SampleIndex
 
 OPEN_SHARDS = 64  # each holds a file descriptor
 
@@ -65,11 +64,6 @@ class PreparedData:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that wrote the data, as its file says: for decoding, and for encoding prompts."""
         return Tokenizer.from_file(str(self.folder / TOKENIZER))
-
-    def batch(self, position: int, count: int, seed: int) -> Tensor:
-        """Instances `position` to `position + count - 1` of a run, counted through all epochs: int64 [count, T]."""
-        index = SampleIndex(len(self), seed)
-        return self.read(index.stored(index.advance(Position(0, 0), position), count))
 
     def read(self, stored_B: NDArray[np.int64]) -> Tensor:
         """The instances with these stored numbers, each in [0, len(self)): int64 [B, context_length].

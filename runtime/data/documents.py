@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.json_line import TextFieldError, copy_text, text_of
@@ -77,13 +77,17 @@ def _expand(item: str) -> list[str]:
     return files
 
 
-def _walk(folder: str) -> Iterator[str]:
-    def refuse(error: OSError) -> NoReturn:  # os.walk skips what it cannot list unless told otherwise
-        raise error
-
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
+def _walk(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    real = os.path.realpath(folder)
+    if real in above:  # a link back to a folder around it, whose files are found already
+        return
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _walk(entry.path, above | {real})
+        else:
+            yield entry.path
 
 
 def _check_readable(path: Path) -> None:
@@ -92,6 +96,10 @@ def _check_readable(path: Path) -> None:
             f"{path} is not a document file: name only files ending in {', '.join(SUFFIXES)}, "
             f"for example with a pattern such as '{path.parent}/*.jsonl'"
         )
+    if not path.name.isascii() and os.fsencode(path) != str(path).encode("utf-8", "replace"):
+        raise DataError(f"{str(path)!r} has a name that is not UTF-8: rename it")
+    if not path.is_file():
+        raise DataError(f"{path} is not a file that can be read: remove it, or the link that leads nowhere")
     module, extra = PACKAGES.get(path.suffix.lower(), (None, None))
     if module and importlib.util.find_spec(module) is None:
         raise DataError(f"{path} needs the package {module}: pip install 'optimus-compiler[{extra}]'")

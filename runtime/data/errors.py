@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from optimus_compiler.runtime.data.tokenised import BadDocument
 
 
+def counted(count: int, noun: str) -> str:
+    """A count as a sentence has it: "1 bad document", "2,000 bad documents"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 class DataError(ValueError):
     """One sentence that names the file (and line), says what is wrong with it, and what to do."""
 
@@ -28,9 +33,9 @@ class DamagedInputError(DataError):
     def __str__(self) -> str:
         count, first = len(self.bad_documents), self.bad_documents[0]
         where = f"{first.file}, line {first.line}" if first.line else first.file
-        found = f"at least {count}" if self.stopped else f"{count}"
+        found = ("at least " if self.stopped else "") + counted(count, "bad document")
         repair = "check the text field" if self.stopped else f"run again with --max-bad-documents {count}"
         return (
-            f"{found} bad documents where {self.allowed} are allowed; the first is {where}: {first.cause}; "
+            f"{found} where {self.allowed:,} are allowed; the first is {where}: {first.cause}; "
             f"repair the inputs or {repair}"
         )

@@ -1,5 +1,6 @@
 """Turns a folder that Intel's Optimus-LM prepared into ours: the same instances in the same order."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,6 @@ from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.files import disk_full_named, npy_header, sha256_of, whole_file, write_vector
 from optimus_compiler.runtime.data.manifest import (
     DOCUMENT_ENDS,
-    TOKENIZER,
     Counts,
     HashedFile,
     Manifest,
@@ -51,8 +51,8 @@ def import_optimus(
     are those of the shards. `output` is whole or absent.
     Raises DataError for missing, damaged or contradictory files, or another tokenizer's.
     """
-    folder, tokenizer, output = Path(folder), Path(tokenizer), Path(output)
-    loaded = TextTokenizer.load(tokenizer, eos)
+    folder, output = Path(folder), Path(os.path.realpath(output))
+    loaded = TextTokenizer.load(Path(tokenizer), eos)
     found = OptimusLayout.find(folder, layout)
     if shard_tokens < found.context_length:
         raise DataError(f"a shard of {shard_tokens} tokens holds no instance of {found.context_length}: make it larger")
@@ -66,7 +66,7 @@ def import_optimus(
         shutil.rmtree(result, ignore_errors=True)  # of an import that was killed
         try:
             result.mkdir()
-            manifest = _write(result, found, loaded, tokenizer, shard_tokens, progress)
+            manifest = _write(result, found, loaded, shard_tokens, progress)
             result.rename(output)
         finally:
             shutil.rmtree(result, ignore_errors=True)
@@ -95,7 +95,7 @@ def _compare(found: OptimusLayout) -> str:
 
 
 def _write(
-    result: Path, found: OptimusLayout, loaded: TextTokenizer, tokenizer: Path, shard_tokens: int, progress: Progress
+    result: Path, found: OptimusLayout, loaded: TextTokenizer, shard_tokens: int, progress: Progress
 ) -> Manifest:
     sources = tuple(_sources(found, loaded, progress))
     counts, ends = total(source.counts for source in sources), None
@@ -109,12 +109,9 @@ def _write(
             )
         tokens = found.instances * found.context_length
         counts = Counts(documents=eos_tokens, empty_documents=0, tokens=tokens, instances=found.instances)
-    with whole_file(result / TOKENIZER) as file:
-        file.write(tokenizer.read_bytes())
-    if file.sha256 != loaded.sha256:
-        raise DataError(f"{tokenizer} was changed while the data was imported: restore it and run this again")
+    loaded.copy(result)
     manifest = Manifest(
-        tokenizer=HashedFile(file=tokenizer.name, sha256=loaded.sha256),
+        tokenizer=HashedFile(file=loaded.path.name, sha256=loaded.sha256),
         eos=loaded.eos,
         context_length=found.context_length,
         seed=SEED,

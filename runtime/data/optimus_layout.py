@@ -153,7 +153,9 @@ def _choose(folder: Path, layout: str | None) -> str:
     ]
     found = sorted({match[0] for path in paths if (match := SUFFIX.search(path.name))})
     if layout is not None and layout not in found:
-        raise DataError(f"{folder} holds nothing for {layout!r} (but {', '.join(found) or 'nothing at all'})")
+        raise DataError(
+            f"{folder} holds nothing for {layout!r}: choose one of what it holds ({', '.join(found) or 'nothing'})"
+        )
     if layout is None and len(found) != 1:
         if not found:
             raise DataError(f"{folder} was not prepared by Optimus-LM: it has no num_instances_f*_c*.npy and the like")

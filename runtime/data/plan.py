@@ -1,6 +1,5 @@
 """The plan of a run: all that its result depends on. Only a run with the same plan may continue another's work."""
 
-import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,6 +11,7 @@ from optimus_compiler.runtime.data.files import whole_file
 from optimus_compiler.runtime.data.manifest import Manifest, Recipe, Record, Source
 
 PLAN = "plan.json"
+MOST_WEIGHT = 1e6  # so that no count of instances can leave int64
 
 
 class Input(Record):
@@ -83,11 +83,13 @@ def _other_files(theirs: Sequence[Input | Source], mine: Sequence[Input]) -> str
 def weigh(files: Sequence[Path], weights: Mapping[str, float]) -> list[float]:
     """The weight of each file: that of the last pattern (fnmatch on the absolute path) that matches it, or 1.
 
-    Raises DataError for a weight that is negative or not finite, and for a pattern that matches no file.
+    Raises DataError for a weight that is not in [0, MOST_WEIGHT], and for a pattern that matches no file.
     """
     for pattern, weight in weights.items():
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise DataError(f"weight {weight} of {pattern!r} is not possible: give a finite number from 0 up")
+        if not 0 <= weight <= MOST_WEIGHT:
+            raise DataError(
+                f"weight {weight} of {pattern!r} is not possible: give a number from 0 to {MOST_WEIGHT:,.0f}"
+            )
         if not any(fnmatch(str(file), pattern) for file in files):
             raise DataError(
                 f"weight pattern {pattern!r} matches no input file: it is compared with absolute paths such as "

@@ -1,5 +1,6 @@
 """Prepares a corpus for pretraining: tokenise each file, cut into instances, shuffle, shard, commit by one rename."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus_compiler.runtime.data.documents import find_files
-from optimus_compiler.runtime.data.errors import DamagedInputError, DataError
+from optimus_compiler.runtime.data.encode import Encoder
+from optimus_compiler.runtime.data.errors import DamagedInputError, DataError, counted
 from optimus_compiler.runtime.data.files import disk_full_named, read_vector, sha256_of, whole_file, write_vector
 from optimus_compiler.runtime.data.instances import CutFile, Instances
 from optimus_compiler.runtime.data.manifest import (
     BAD_DOCUMENTS,
     DOCUMENT_ENDS,
     MANIFEST,
-    TOKENIZER,
     Counts,
     Documents,
     HashedFile,
@@ -66,12 +67,13 @@ def prepare(
     was killed or failed is continued by another with the same arguments; one that ended well is found and kept.
     Raises DamagedInputError for more than `max_bad_documents` bad documents, DataError or OSError for anything else.
     """
-    tokenizer, output = Path(tokenizer), Path(output)
+    output = Path(os.path.realpath(output))  # a rename would replace a link, and "." has no name
     _check_arguments(context_length, workers, seed, shard_tokens, max_bad_documents)
     files = find_files(inputs)
-    loaded = TextTokenizer.load(tokenizer, eos)
+    _check_output(output, inputs)
+    loaded = TextTokenizer.load(Path(tokenizer), eos)
     plan = Plan(
-        tokenizer=HashedFile(file=tokenizer.name, sha256=loaded.sha256),
+        tokenizer=HashedFile(file=loaded.path.name, sha256=loaded.sha256),
         eos=loaded.eos,
         text_field=text_field,
         context_length=context_length,
@@ -89,11 +91,9 @@ def prepare(
             return manifest
         if begin(folder, plan):
             report(f"continuing the run that left {folder}")
-        tokenised = _tokenise(folder, plan, tokenizer, workers, max_bad_documents, progress)
-        fast = sum(each.fast_documents for each in tokenised)
-        reference = sum(each.reference_documents for each in tokenised)
-        report(f"{fast + reference:,} documents read: tiktoken encoded {fast:,}, tokenizers {reference:,}")
-        manifest = _store(folder, plan, loaded, tokenizer, tokenised, workers, progress)
+        tokenised = _tokenise(folder, plan, loaded.path, workers, max_bad_documents, progress)
+        report(_encoders(tokenised, loaded))
+        manifest = _store(folder, plan, loaded, tokenised, workers, progress)
         (folder / RESULT).rename(output)
         shutil.rmtree(folder)
     return manifest
@@ -112,6 +112,14 @@ def _check_arguments(context_length: int, workers: int, seed: int, shard_tokens:
         raise DataError(f"{max_bad_documents} bad documents cannot be allowed: give 0 or more")
 
 
+def _check_output(output: Path, inputs: Sequence[str | Path]) -> None:
+    for item in inputs:
+        if os.path.isdir(item) and output.is_relative_to(os.path.realpath(item)):
+            raise DataError(
+                f"{output} is inside the input folder {item}, which would hold it the next time: move it out"
+            )
+
+
 def _finished(output: Path, plan: Plan, max_bad_documents: int, progress: Progress) -> Manifest:
     """The manifest of an output that is there already; raises DataError unless this run would write the same."""
     if not (output / MANIFEST).is_file():
@@ -120,7 +128,9 @@ def _finished(output: Path, plan: Plan, max_bad_documents: int, progress: Progre
     if difference := plan.difference(manifest) or _changed_input(manifest, plan, progress):
         raise DataError(f"{output} exists and was prepared with {difference}: name another output or delete it")
     if (bad := manifest.counts.bad_documents) > max_bad_documents:
-        raise DataError(f"{output} exists and leaves out {bad} bad documents: run again with --max-bad-documents {bad}")
+        raise DataError(
+            f"{output} exists and leaves out {counted(bad, 'bad document')}: run again with --max-bad-documents {bad}"
+        )
     return manifest
 
 
@@ -162,11 +172,19 @@ def _tokenise(
     return tokenised
 
 
+def _encoders(tokenised: Sequence[TokenisedFile], loaded: TextTokenizer) -> str:
+    """Which path encoded how many documents, and why none took the fast one."""
+    fast = sum(each.fast_documents for each in tokenised)
+    reference = sum(each.reference_documents for each in tokenised)
+    why_not = "" if fast else Encoder(loaded.tokenizer).why_not
+    counts = f"{counted(fast + reference, 'document')} read: tiktoken encoded {fast:,}, tokenizers {reference:,}"
+    return f"{counts} ({why_not})" if why_not else counts
+
+
 def _store(
     folder: Path,
     plan: Plan,
     loaded: TextTokenizer,
-    tokenizer: Path,
     tokenised: Sequence[TokenisedFile],
     workers: int,
     progress: Progress,
@@ -182,7 +200,8 @@ def _store(
         shutil.rmtree(folder)  # nothing in it can become a result
         raise DataError(
             f"no instance of {plan.context_length} tokens fits: the inputs hold {counts.tokens} tokens in "
-            f"{len(sources)} files, of which tails and weights leave nothing: add text or use a smaller context length"
+            f"{counted(len(sources), 'file')}, of which tails and weights leave nothing: add text or use a smaller "
+            f"context length"
         )
     result, records = folder / RESULT, folder / SHARDS
     result.mkdir(exist_ok=True)
@@ -196,10 +215,7 @@ def _store(
         progress=lambda done, shards: progress("shuffling", done, shards),
     )
     ends = write_vector(result / DOCUMENT_ENDS, counts.documents, _document_ends(folder / TOKENS, tokenised))
-    with whole_file(result / TOKENIZER) as file:
-        file.write(tokenizer.read_bytes())
-    if file.sha256 != loaded.sha256:
-        raise DataError(f"{tokenizer} was changed while the data was prepared: restore it and run this again")
+    loaded.copy(result)
     manifest = Manifest(
         **{name: getattr(plan, name) for name in Recipe.model_fields},
         dtype="uint16" if loaded.dtype.itemsize == 2 else "uint32",

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus_compiler.runtime.data.errors import DataError
+
 ROUNDS = 8
 MINIMUM_BITS = 6  # a wider domain than a tiny `size` needs: few-bit halves reach only a few of its permutations
 
@@ -13,8 +15,10 @@ def permute(positions_N: NDArray[np.int64], size: int, seed: int, epoch: int) ->
     A balanced Feistel network (Luby and Rackoff, 1988) is a bijection of 2^(2h) numbers; those that land past `size`
     walk on until they are inside (Black and Rogaway, 2002), at most about four steps on average. Integer arithmetic
     alone, with round keys from the raw Philox4x64 stream: the same on every machine and numpy, for ever.
-    `seed` and `epoch` are in [0, 2^64).
+    `seed` and `epoch` are in [0, 2^64). Raises DataError for a position outside [0, size).
     """
+    if len(positions_N) and not 0 <= positions_N.min() <= positions_N.max() < size:  # one outside may never walk in
+        raise DataError(f"positions {positions_N.min()} to {positions_N.max()} are not all in [0, {size}): give others")
     keys = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(ROUNDS)
     half = np.uint64((max(MINIMUM_BITS, (size - 1).bit_length()) + 1) // 2)
     result_N = _feistel(positions_N.astype(np.uint64), half, keys)

@@ -8,6 +8,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.data.files import whole_file
+from optimus_compiler.runtime.data.manifest import TOKENIZER
 
 EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -16,6 +18,7 @@ EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 class TextTokenizer:
     """A Hugging Face `tokenizers` tokenizer that reads every character of a document as ordinary text."""
 
+    path: Path
     tokenizer: Tokenizer
     vocab_size: int  # largest id + 1: ids may have holes
     eos: str
@@ -26,6 +29,13 @@ class TextTokenizer:
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every id: little-endian uint16 up to 65,536 ids, else uint32."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    def copy(self, folder: Path) -> None:
+        """Writes the JSON file into `folder` as tokenizer.json; raises DataError when it has changed since `load`."""
+        with whole_file(folder / TOKENIZER) as file:
+            file.write(self.path.read_bytes())
+        if file.sha256 != self.sha256:
+            raise DataError(f"{self.path} was changed while it was used: restore it and run the same command again")
 
     @staticmethod
     def load(path: Path, eos: str | None = None) -> "TextTokenizer":
@@ -47,7 +57,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return TextTokenizer(
-            tokenizer, max(vocabulary.values()) + 1, eos, vocabulary[eos], hashlib.sha256(data).hexdigest()
+            path, tokenizer, max(vocabulary.values()) + 1, eos, vocabulary[eos], hashlib.sha256(data).hexdigest()
         )
 
 

@@ -148,7 +148,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _size(document: Document) -> int:
-    return PART + 1 if isinstance(document.text, LargeText) else len(document.text)
+    # An empty one counts too: it takes memory.
+    return PART + 1 if isinstance(document.text, LargeText) else max(1, len(document.text))
 
 
 def _encode(batch: list[Document], first: int, encoder: Encoder) -> Iterator[Iterable[list[int]]]:

@@ -1,7 +1,6 @@
 """The tokenised stage's files: for each input its ids, where documents end, and a record that says both are whole."""
 
 import hashlib
-import io
 import os
 from array import array
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, ValidationError
 
-from optimus_compiler.runtime.data.files import whole_file
+from optimus_compiler.runtime.data.files import npy_header, sha256_of, whole_file
 from optimus_compiler.runtime.data.manifest import SHA256, Record
 
 ENDS_HELD = 1 << 16  # document ends kept in memory before they are written
@@ -56,12 +55,13 @@ def record_file(folder: Path, number: int) -> Path:
 
 
 def read_tokenised(folder: Path, number: int, dtype: np.dtype) -> TokenisedFile | None:
-    """The record of input file `number`, or None when it is not there or the sizes of the files contradict it."""
+    """The record of input file `number`, or None when it is not there, or the files have other sizes or other ids."""
     try:
         record = TokenisedFile.model_validate_json(record_file(folder, number).read_bytes())
         whole = (
             ids_file(folder, number).stat().st_size == record.tokens * dtype.itemsize
             and ends_file(folder, number).stat().st_size == len(_ends_header(record.documents)) + 8 * record.documents
+            and sha256_of(ids_file(folder, number)) == record.tokens_sha256
         )
     except (FileNotFoundError, ValidationError):
         return None
@@ -152,6 +152,4 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
 
 def _ends_header(documents: int) -> bytes:
     """The same length for every number of documents: numpy leaves room for the number to grow."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (documents,)})
-    return header.getvalue()
+    return npy_header(np.dtype("<i8"), (documents,))

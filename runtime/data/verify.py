@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.data.errors import DataError, counted
 from optimus_compiler.runtime.data.files import CHUNK_BYTES, read_vector, sha256_of
 from optimus_compiler.runtime.data.instances import Units, cut, unweighted, weighted
 from optimus_compiler.runtime.data.manifest import TOKENIZER, Manifest, Shard, Source
@@ -44,11 +44,11 @@ def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done,
     for file, sha256 in hashed:
         faults += _hash_faults(file, sha256, on_bytes)
     whole = not faults
-    eos = 0
+    eos: int | None = 0
     for file, shard in zip(shards, manifest.shards, strict=True):
         found, eos_in_shard = _read_shard(file, shard, manifest, on_bytes)
         faults += found
-        eos += eos_in_shard
+        eos = None if found or eos is None else eos + eos_in_shard
     if whole:  # what follows reads these files
         faults += _tokenizer_faults(folder / TOKENIZER, manifest)
         faults += _bad_document_faults(folder, manifest)
@@ -112,10 +112,11 @@ def _bad_document_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
     if manifest.bad_documents is not None:
         listed = (folder / manifest.bad_documents.file).read_bytes().count(b"\n")
     if listed != manifest.counts.bad_documents:
-        yield f"{folder} lists {listed} bad documents, the manifest counts {manifest.counts.bad_documents}"
+        yield f"{folder} lists {counted(listed, 'bad document')}, the manifest counts {manifest.counts.bad_documents}"
 
 
-def _document_faults(folder: Path, manifest: Manifest, eos: int) -> Iterator[str]:
+def _document_faults(folder: Path, manifest: Manifest, eos: int | None) -> Iterator[str]:
+    """Without `eos` (shards are damaged) the tokens in them are not compared."""
     if manifest.document_ends is None:
         return
     file = folder / manifest.document_ends.file
@@ -142,7 +143,7 @@ def _document_faults(folder: Path, manifest: Manifest, eos: int) -> Iterator[str
         wanted = (weighted(instances, source.weight), max(0, unfilled), max(0, -unfilled))
         if wanted != (source.counts.instances, source.counts.dropped_tokens, source.counts.padding_tokens):
             yield f"the instances, dropped and padding tokens of {source.file} should be {', '.join(map(str, wanted))}"
-    if eos != expected_eos:
+    if eos is not None and eos != expected_eos:
         yield f"the shards of {folder} hold {eos} EOS tokens, the documents make {expected_eos}"
 
 

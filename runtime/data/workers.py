@@ -60,13 +60,18 @@ def tokenise_files(
     for leftover in folder.glob(".*"):  # of a run that was killed
         leftover.unlink()
     dtype = TextTokenizer.load(tokenizer, eos).dtype
-    done = {n: record for n in range(len(files)) if (record := read_tokenised(folder, n, dtype))}
-    done_bytes = sum(record.bytes for record in done.values())
+    done: dict[int, TokenisedFile] = {}
+    done_bytes = 0
+    progress(done_bytes)
+    for number in range(len(files)):
+        if record := read_tokenised(folder, number, dtype):
+            done[number] = record
+            done_bytes += record.bytes
+            progress(done_bytes)
     jobs = [(n, path) for n, path in enumerate(files) if n not in done]
     jobs.sort(key=lambda job: job[1].stat().st_size, reverse=True)  # a large file at the end would keep one worker busy
     settings = _Settings(folder, tokenizer, eos, text_field, max_bad_documents + LISTED_BEYOND)
     bad_count = len(_bad_documents(done))
-    progress(done_bytes)
 
     def report(count: int) -> None:
         progress(done_bytes + count)
@@ -152,8 +157,8 @@ def _run_workers(
                 yield running.pop(future), future.result()
     except BrokenProcessPool as error:
         raise ChildProcessError(
-            "a tokenising worker was killed (out of memory?): run the same command again with fewer --workers, "
-            "it continues where it stopped"
+            "a tokenising worker was killed (out of memory?), or could not start (a script without `if __name__ == "
+            "'__main__':`?): run the same again with fewer --workers, it continues where it stopped"
         ) from error
     finally:
         stop.set()

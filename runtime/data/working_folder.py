@@ -21,19 +21,21 @@ RESULT = "result"  # what becomes the output, by one rename
 def working_folder(output: Path) -> Iterator[Path]:
     """The folder `.NAME.partial` beside `output`, for this process alone; removed at the end if nothing is in it.
 
-    Raises DataError when another process has it.
+    Raises DataError when another process has it, and when `output` cannot be replaced by a rename.
     """
+    if output.is_mount():
+        raise DataError(f"{output} is a mount point, which no finished folder can replace: name a folder inside it")
     folder = output.parent / f".{output.name}.partial"
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.stat(folder / LOCK)  # the run that had it may have ended, and deleted it
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise DataError(
-                f"another run is preparing {output}: wait until it has ended, then run this again"
-            ) from error
+            held = os.fstat(lock).st_nlink > 0  # else the run that had it has ended since, and deleted it
+        except BlockingIOError:
+            held = False
+        if not held:
+            raise DataError(f"another run is preparing {output}: wait until it has ended, then run this again")
         try:
             yield folder
         finally:

@@ -192,6 +192,22 @@ def test_the_current_folder_can_be_the_output(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "in"]
 
 
+def test_a_link_to_an_empty_folder_can_be_the_output_and_a_mount_point_cannot(
+    write: Write, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    source = write("a.jsonl", json_lines(TEXTS))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    prepare([source], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert Manifest.read(tmp_path / "real").counts.documents == len(TEXTS) - 1
+    said: list[str] = []
+    prepare([source], tokenizer=tokenizer_file, context_length=8, output=tmp_path / "link", report=said.append)
+    assert said[0].endswith("nothing to do")
+    with pytest.raises(DataError, match=r"^/ is a mount point, which no finished folder can replace: name a folder in"):
+        prepare([source], tokenizer=tokenizer_file, context_length=8, output="/")
+
+
 def test_eos_that_can_only_be_read_as_eos_is_refused(write: Write, tmp_path: Path) -> None:
     source = write("a.jsonl", json_lines(["a", "a </s> b"]))
     words = word_level(tmp_path, {"<unk>": 0, "</s>": 1, "a": 2})

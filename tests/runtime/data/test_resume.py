@@ -241,6 +241,8 @@ def test_a_run_that_ends_while_another_starts_does_not_share_its_lock(
 
     def end_of_the_other(*args: Any) -> None:
         shutil.rmtree(tmp_path / PARTIAL)
+        (tmp_path / PARTIAL).mkdir()
+        (tmp_path / PARTIAL / "lock").touch()  # of a third run
         lock(*args)
 
     monkeypatch.setattr(working_folder_module.fcntl, "flock", end_of_the_other)
