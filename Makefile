@@ -9,10 +9,10 @@ demo: $(INSTALLED)
 	$(BIN)/optimus demo
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 2 --durations=20 -m "not slow"
 
 test-all: $(INSTALLED) lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --durations=20
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-disable-gc -s

@@ -1,6 +1,7 @@
 """Fixtures that many tests share; and one thread a worker: tiny operations on many threads wait for each other."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,20 @@ from tests.ranks import ranks  # noqa: F401  a fixture
 from tests.tiny_run import write_config, write_data
 
 torch.set_num_threads(1)
+
+RANK_TESTS = ("tests/test_layouts.py", "tests/test_ranks.py", "tests/runtime/test_trainer_ranks.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of several ranks go to one worker, first: they share its pool of processes."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith(RANK_TESTS) else nodeid
+
+    return RanksTogether(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -165,9 +165,7 @@ def test_contradictions_are_refused(minimal: Path, overrides: list[str], sentenc
     [
         "model.init=/some/checkpoint",
         "data.validation_path=/some/dir",
-        "data.document_mask=true",
-        "mesh.ep=2",
-        "mesh.dispatch=alltoall",
+        "mesh.tp=2",
         "mesh.sequence_parallel=true",
         "pipeline.schedule=gpipe",
         "pipeline.stage_boundaries=[2]",

@@ -173,7 +173,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(position: int) -> None:
 
 
 def test_interrupt_exits_130(optimus: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(run: object) -> None:
+    def interrupt(run: object, profile: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pretrain, "train_with_progress", interrupt)

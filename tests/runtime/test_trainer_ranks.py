@@ -17,8 +17,6 @@ from optimus_compiler.runtime.trainer import open_run, train
 from tests.ranks import Ranks
 from tests.tiny_run import write_config, write_data
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def run_training(folder: Path, output: Path, overrides: list[str], profile: bool = False) -> int:
     """One rank of a run; how many steps it was shown."""
