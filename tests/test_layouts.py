@@ -66,7 +66,7 @@ def test_training_equals_one_process(ranks: Ranks, kinds: list[str], dp: int, ep
     ("dp", "ep", "options", "redone"),
     [
         (2, 2, {"dispatch": "alltoall"}, False),
-        (1, 4, {"dispatch": "alltoall", "expert_rows": "exact"}, False),
+        pytest.param(1, 4, {"dispatch": "alltoall", "expert_rows": "exact"}, False, marks=pytest.mark.slow),
         (1, 4, {"dispatch": "alltoall", "expert_rows": 0.5}, True),
         (1, 4, {"expert_rows": 0.5}, True),
     ],
@@ -81,6 +81,7 @@ def test_dispatch_and_row_bounds_change_nothing(
         assert_equal(result, expected(kind))
 
 
+@pytest.mark.slow
 def test_inductor_equals_one_process(ranks: Ranks) -> None:
     ((result, *_), *_) = ranks.run(2, train, ["olmoe"], 1, 2, SETTINGS[:1], {"backend": "inductor"})
     assert_equal(result[2], expected("olmoe"))

@@ -172,7 +172,7 @@ def bf16_losses(dp: int, ep: int) -> list[float]:
     ("dp", "ep"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)]
 )
 def test_bf16_reduction_follows_one_process(ranks: Ranks, dp: int, ep: int) -> None:
-    """The bound is BF16_LOSS: twice the largest difference that was measured (README)."""
+    """Rounding in another order, for 50 steps, stays within BF16_LOSS."""
     (alone, *_) = ranks.run(1, bf16_losses, 1, 1)
     assert alone[-1] < 0.6 * alone[0]
     results = ranks.run(dp * ep, bf16_losses, dp, ep)
