@@ -70,7 +70,9 @@ def compile(
         device=mesh.device,
     )
     program.mesh = mesh
-    pipeline = passes or default_passes(mesh, PassOptions(force_uniform_routing, dispatch, expert_rows))
+    pipeline = passes or default_passes(
+        mesh, PassOptions(force_uniform_routing=force_uniform_routing, dispatch=dispatch, expert_rows=expert_rows)
+    )
     pipeline.run(program)
     return CompiledModel(
         model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check

@@ -81,10 +81,11 @@ class Executor:
                 if exact_rows and self.program.overflows():
                     segment = replace(segment, graph=copy_graph(segment.graph))
                     lift_row_bounds(segment.graph)
-                if segment.key not in self._functions:
-                    self._functions[segment.key] = lower(segment, marks, self.backend, self.program.mesh)
+                key = segment.key
+                if key not in self._functions:
+                    self._functions[key] = lower(segment, marks, self.backend, self.program.mesh)
                 parameters = [self._parameters[name] for name in segment.parameters]
-                steps.append(_Step(segment, parameters, marks, self._functions[segment.key]))
+                steps.append(_Step(segment, parameters, marks, self._functions[key]))
             _note_last_reads(steps, results)
             self._schedules[wanted, exact_rows] = steps
         return self._schedules[wanted, exact_rows]

@@ -15,7 +15,7 @@ from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.runtime.buckets import Bucket, Entry
 from optimus_compiler.runtime.collectives import all_gather, all_reduce
 from optimus_compiler.runtime.memory import BucketMemory, MemoryReport
-from optimus_compiler.runtime.reduction import BucketReduction, GradientReduction, ShardedReduction, Sharding
+from optimus_compiler.runtime.reduction import BucketReduction, GradientReduction, Sharding
 
 # Elements updated by one kernel call. It bounds the temporary of a scaled gradient to 16 MiB, small enough for the CPU
 # allocator to recycle instead of mapping fresh pages (50 M parameters with clipping: 0.07 s, in one call 0.20 s).
@@ -268,7 +268,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         for part in self.reduction.parts:
-            if isinstance(part, ShardedReduction):
+            if not part.keeps_whole:
                 continue  # there is no whole gradient to point into
             base, size = part.bucket.gradients.data_ptr(), part.bucket.gradients.element_size()
             for entry in part.bucket.entries:
@@ -294,8 +294,8 @@ def _shard(part: BucketReduction, compiled: BucketedModel, group_of: Mapping[nn.
 def _memory_of(shard: _Shard) -> BucketMemory:
     part = shard.reduction
     parameters = sum(entry.numel for entry in part.bucket.entries)
-    gradients = part.owned.nbytes if isinstance(part, ShardedReduction) else part.bucket.gradients.nbytes
-    per_gradient = part.owned.element_size() / (part.shards if isinstance(part, ShardedReduction) else 1)
+    gradients = part.bucket.gradients if part.keeps_whole else part.owned
+    per_gradient = gradients.element_size() / (1 if part.keeps_whole else part.shards)
     per_state = (8 if shard.master is None else 12) / part.shards
     return BucketMemory(
         name=part.bucket.name,
@@ -303,7 +303,7 @@ def _memory_of(shard: _Shard) -> BucketMemory:
         shards=part.shards,
         formula=parameters * (part.bucket.weights.element_size() + per_gradient + per_state),
         weights=part.bucket.weights.nbytes,
-        gradients=gradients,
+        gradients=gradients.nbytes,
         master=0 if shard.master is None else shard.master.nbytes,
         moments=shard.exp_avg.nbytes + shard.exp_avg_sq.nbytes,
     )

@@ -76,9 +76,9 @@ class GradientReduction:
         if part.missing:
             return
         part.expect_all()
-        if self.early or isinstance(part, ShardedReduction):
-            if self._latest is not None:
-                self._latest.settle()
+        if self.early or not part.keeps_whole:
+            if self._latest is not None and not self._latest.keeps_whole:
+                self._latest.collect()  # so that one whole bucket is in memory at a time
             self._latest = part
             with record_function(f"optimus::reduce {part.bucket.name}"):
                 part.start()
@@ -99,6 +99,8 @@ class GradientReduction:
 
 class BucketReduction:
     """One bucket: whole local gradients in bucket.gradients, of which the owned slice [start, stop) gets reduced."""
+
+    keeps_whole = True  # between backward passes
 
     def __init__(self, bucket: Bucket, mesh: Mesh, owners: tuple[str, ...]) -> None:
         rest = tuple(name for name in bucket.replicated if name not in owners)
@@ -137,18 +139,17 @@ class BucketReduction:
         elif self.rest is not None:
             self._work = dist.all_reduce(self.owned, group=self.rest, async_op=True)
 
-    def settle(self) -> None:
-        """Whole gradients have their place: any number of buckets may be on their way."""
-
-    def finish(self) -> None:
-        """Waits for the sum, and divides it."""
-        if self.is_reduced:
-            return
+    def collect(self) -> None:
+        """Waits until the sum over the ranks that own slices is in the owned one."""
         if self._work is None:
             self.start()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
+
+    def finish(self) -> None:
+        """Waits for the sum over all ranks, and divides it."""
+        if self.is_reduced:
+            return
+        self.collect()
         if self.group is not None:
             all_reduce(self.owned, self.rest)
         if self.divisor > 1:
@@ -162,14 +163,11 @@ class BucketReduction:
         if self.is_reduced:
             self.bucket.gradients[: self.start_at].zero_()
             self.bucket.gradients[self.stop_at :].zero_()
-            self.owned.mul_(self.divisor / self.copies)
-            self.is_reduced = False
+            self._undo_division()
 
     def zero(self) -> None:
         """Zeroes the gradients, after what may be on its way."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
         self.bucket.gradients.zero_()
         self.is_reduced = False
         self.expect_all()
@@ -192,9 +190,20 @@ class BucketReduction:
             work.wait()
         return whole
 
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def _undo_division(self) -> None:
+        self.owned.mul_(self.divisor / self.copies)
+        self.is_reduced = False
+
 
 class ShardedReduction(BucketReduction):
     """One bucket of which only the owned slice is kept (ZeRO 2): it is whole from backward to reduce-scatter."""
+
+    keeps_whole = False
 
     def __init__(self, bucket: Bucket, mesh: Mesh, owners: tuple[str, ...]) -> None:
         super().__init__(bucket, mesh, owners)
@@ -207,43 +216,30 @@ class ShardedReduction(BucketReduction):
         return self._owned
 
     def start(self) -> None:
+        assert self.group is not None  # a bucket that nobody shares is kept whole
         self._whole = torch.zeros_like(self.bucket.weights, dtype=self._owned.dtype)
         for entry in self.bucket.entries:
             entry.view(self._whole).copy_(entry.parameter.grad)  # type: ignore[arg-type]
             entry.parameter.grad = None
-        if self.group is not None:
-            self._work = reduce_scatter(self._whole, self._whole[self.start_at : self.stop_at], self.group)
+        self._work = reduce_scatter(self._whole, self._whole[self.start_at : self.stop_at], self.group)
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """Adds the slice that has arrived to those of earlier backward passes, and lets the whole bucket go."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
         if self._whole is not None:
             self._owned += self._whole[self.start_at : self.stop_at]
             self._whole = None
 
-    def finish(self) -> None:
-        if self.is_reduced:
-            return
-        self.settle()
-        all_reduce(self._owned, self.rest)
-        if self.divisor > 1:
-            self._owned.div_(self.divisor)
-        self.is_reduced = True
-
     def reopen(self) -> None:
         if self.is_reduced:
-            self._owned.mul_(self.divisor / self.copies)
-            self.is_reduced = False
+            self._undo_division()
 
     def zero(self) -> None:
-        self.settle()
+        super().zero()
+        self._whole = None
         for entry in self.bucket.entries:
             entry.parameter.grad = None
         self._owned.zero_()
-        self.is_reduced = False
-        self.expect_all()
 
     def mean(self) -> Tensor:
         self.finish()

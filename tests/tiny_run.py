@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from optimus_compiler.runtime.data.prepare import prepare
+from tests.byte_level import train_byte_level
 
 VOCABULARY = 300
 CONTEXT_LENGTH = 16
@@ -35,17 +34,7 @@ backend = "eager"
 
 
 def write_tokenizer(path: Path) -> Path:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.save(str(path))
+    train_byte_level([TEXT], VOCABULARY, ["<|endoftext|>"]).save(str(path))
     return path
 
 

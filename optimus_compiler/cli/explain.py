@@ -39,7 +39,11 @@ def explain(
     )
     wanted = settings.mesh
     program.mesh = Mesh.abstract(pp=wanted.pp, dp=wanted.dp, ep=wanted.ep, tp=wanted.tp)
-    options = PassOptions(settings.train.force_uniform_routing, wanted.dispatch, wanted.expert_rows)
+    options = PassOptions(
+        force_uniform_routing=settings.train.force_uniform_routing,
+        dispatch=wanted.dispatch,
+        expert_rows=wanted.expert_rows,
+    )
     pipeline = default_passes(program.mesh, options)
     pipeline.run(program)
     print(explain_program(program, pipeline, graph))

@@ -21,7 +21,7 @@ from optimus_compiler.runtime.data.manifest import (
 )
 from optimus_compiler.runtime.data.optimus_layout import IdFile, OptimusLayout
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
-from optimus_compiler.runtime.data.working_folder import LOCK, working_folder
+from optimus_compiler.runtime.data.working_folder import LOCK, is_vacant, working_folder
 
 SEED = 42  # with which Optimus-LM draws its shuffling order
 MOST_COMPARED = 1 << 16  # instances of the shards that are compared with the token files
@@ -56,7 +56,7 @@ def import_optimus(
     found = OptimusLayout.find(folder, layout)
     if shard_tokens < found.context_length:
         raise DataError(f"a shard of {shard_tokens} tokens holds no instance of {found.context_length}: make it larger")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if not is_vacant(output):
         raise DataError(f"{output} exists and is not an empty folder: name another output or delete it")
     report(_compare(found))
     with working_folder(output) as working, disk_full_named(working):

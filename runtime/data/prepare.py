@@ -31,7 +31,7 @@ from optimus_compiler.runtime.data.shards import write_shards
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, ends_file
 from optimus_compiler.runtime.data.workers import tokenise_files
-from optimus_compiler.runtime.data.working_folder import RESULT, SHARDS, TOKENS, begin, working_folder
+from optimus_compiler.runtime.data.working_folder import RESULT, SHARDS, TOKENS, begin, is_vacant, working_folder
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 
@@ -84,14 +84,14 @@ def prepare(
         inputs=tuple(map(Input.of, files, weigh(files, weights or {}))),
     )
     with working_folder(output) as folder, disk_full_named(folder):
-        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        if not is_vacant(output):
             manifest = _finished(output, plan, max_bad_documents, progress)
             report(f"{output} is already there, made from the same inputs in the same way: nothing to do")
             shutil.rmtree(folder)
             return manifest
         if begin(folder, plan):
             report(f"continuing the run that left {folder}")
-        tokenised = _tokenise(folder, plan, loaded.path, workers, max_bad_documents, progress)
+        tokenised = _tokenise(folder, plan, loaded, workers, max_bad_documents, progress)
         report(_encoders(tokenised, loaded))
         manifest = _store(folder, plan, loaded, tokenised, workers, progress)
         (folder / RESULT).rename(output)
@@ -149,15 +149,14 @@ def _changed_input(manifest: Manifest, plan: Plan, progress: Progress) -> str:
 
 
 def _tokenise(
-    folder: Path, plan: Plan, tokenizer: Path, workers: int, max_bad_documents: int, progress: Progress
+    folder: Path, plan: Plan, loaded: TextTokenizer, workers: int, max_bad_documents: int, progress: Progress
 ) -> list[TokenisedFile]:
     size = sum(each.bytes for each in plan.inputs)
     try:
         tokenised = tokenise_files(
             [Path(each.file) for each in plan.inputs],
             folder / TOKENS,
-            tokenizer=tokenizer,
-            eos=plan.eos,
+            tokenizer=loaded,
             text_field=plan.text_field,
             workers=min(workers, len(plan.inputs)),
             max_bad_documents=max_bad_documents,

@@ -32,8 +32,6 @@ class _Settings:
     """What is the same for every file of a run."""
 
     folder: Path
-    tokenizer: Path
-    eos: str
     text_field: str
     most_bad: int
 
@@ -42,8 +40,7 @@ def tokenise_files(
     files: Sequence[Path],
     folder: Path,
     *,
-    tokenizer: Path,
-    eos: str,
+    tokenizer: TextTokenizer,
     text_field: str,
     workers: int,
     max_bad_documents: int,
@@ -59,24 +56,26 @@ def tokenise_files(
     folder.mkdir(exist_ok=True)
     for leftover in folder.glob(".*"):  # of a run that was killed
         leftover.unlink()
-    dtype = TextTokenizer.load(tokenizer, eos).dtype
     done: dict[int, TokenisedFile] = {}
     done_bytes = 0
     progress(done_bytes)
     for number in range(len(files)):
-        if record := read_tokenised(folder, number, dtype):
+        if record := read_tokenised(folder, number, tokenizer.dtype):
             done[number] = record
             done_bytes += record.bytes
             progress(done_bytes)
     jobs = [(n, path) for n, path in enumerate(files) if n not in done]
     jobs.sort(key=lambda job: job[1].stat().st_size, reverse=True)  # a large file at the end would keep one worker busy
-    settings = _Settings(folder, tokenizer, eos, text_field, max_bad_documents + LISTED_BEYOND)
+    settings = _Settings(folder, text_field, max_bad_documents + LISTED_BEYOND)
     bad_count = len(_bad_documents(done))
 
     def report(count: int) -> None:
         progress(done_bytes + count)
 
-    run = _run_here(jobs, settings, report) if workers == 1 else _run_workers(jobs, settings, report, workers)
+    if workers == 1:
+        run = _run_here(jobs, settings, tokenizer, report)
+    else:
+        run = _run_workers(jobs, settings, tokenizer, report, workers)
     try:
         with closing(run):
             for number, record in run:
@@ -101,10 +100,9 @@ def _bad_documents(records: dict[int, TokenisedFile]) -> list[BadDocument]:
 class _Tokeniser:
     """A process's tokenizer and encoder, which are slow to make."""
 
-    def __init__(self, settings: _Settings, on_bytes: Callable[[int], None]) -> None:
-        self._settings, self._on_bytes = settings, on_bytes
-        self._tokenizer = TextTokenizer.load(settings.tokenizer, settings.eos)
-        self._encoder = Encoder(self._tokenizer.tokenizer)
+    def __init__(self, settings: _Settings, tokenizer: TextTokenizer, on_bytes: Callable[[int], None]) -> None:
+        self._settings, self._tokenizer, self._on_bytes = settings, tokenizer, on_bytes
+        self._encoder = Encoder(tokenizer.tokenizer)
 
     def run(self, number: int, path: Path) -> TokenisedFile:
         return tokenise_file(
@@ -120,7 +118,7 @@ class _Tokeniser:
 
 
 def _run_here(
-    jobs: Sequence[Job], settings: _Settings, progress: Callable[[int], None]
+    jobs: Sequence[Job], settings: _Settings, tokenizer: TextTokenizer, progress: Callable[[int], None]
 ) -> Generator[Result, None, None]:
     done = 0
 
@@ -129,20 +127,25 @@ def _run_here(
         done += count
         progress(done)
 
-    tokeniser = _Tokeniser(settings, on_bytes)
+    tokeniser = _Tokeniser(settings, tokenizer, on_bytes)
     for number, path in jobs:
         yield number, tokeniser.run(number, path)
 
 
 def _run_workers(
-    jobs: Sequence[Job], settings: _Settings, progress: Callable[[int], None], workers: int
+    jobs: Sequence[Job],
+    settings: _Settings,
+    tokenizer: TextTokenizer,
+    progress: Callable[[int], None],
+    workers: int,
 ) -> Generator[Result, None, None]:
     # A fork of this process could inherit locks held by its threads; a fork server has none.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     done_bytes: Synchronized[int] = context.Value("q", 0)
     stop = context.Event()
-    pool = ProcessPoolExecutor(min(workers, len(jobs) or 1), context, _start_worker, (settings, done_bytes, stop))
+    start = (settings, tokenizer.path, tokenizer.eos, done_bytes, stop)
+    pool = ProcessPoolExecutor(min(workers, len(jobs) or 1), context, _start_worker, start)
     waiting = iter(jobs)
     running: dict[Future[TokenisedFile], int] = {}
     try:
@@ -173,11 +176,11 @@ class _Worker:
     stop: Event
 
 
-def _start_worker(settings: _Settings, done_bytes: "Synchronized[int]", stop: Event) -> None:
+def _start_worker(settings: _Settings, tokenizer: Path, eos: str, done_bytes: "Synchronized[int]", stop: Event) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent alone acts on it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.done_bytes, _Worker.stop = done_bytes, stop
-    _Worker.tokeniser = _Tokeniser(settings, _on_bytes)
+    _Worker.tokeniser = _Tokeniser(settings, TextTokenizer.load(tokenizer, eos), _on_bytes)
 
 
 def _end_with_parent() -> None:

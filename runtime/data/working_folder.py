@@ -17,6 +17,11 @@ SHARDS = "shards"  # a record for each finished shard
 RESULT = "result"  # what becomes the output, by one rename
 
 
+def is_vacant(output: Path) -> bool:
+    """Whether a finished folder may take this place: nothing is there, or an empty folder."""
+    return not output.exists() or (output.is_dir() and not any(output.iterdir()))
+
+
 @contextmanager
 def working_folder(output: Path) -> Iterator[Path]:
     """The folder `.NAME.partial` beside `output`, for this process alone; removed at the end if nothing is in it.

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from optimus_compiler.cli import pretrain
 from optimus_compiler.cli.main import main
+from tests.cli.conftest import Run
 from tests.tiny_run import write_corpus, write_tokenizer
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def optimus(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command; returns exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def refused(result: tuple[int, str, str], code: int = 2) -> str:

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from optimus_compiler.cli.main import main
 from optimus_compiler.cli.stages import StageProgress
+from tests.cli.conftest import Run
 from tests.tiny_run import write_tokenizer
 
-Run = Callable[..., tuple[int, str, str]]
 LINE = json.dumps({"text": "some words and then some more words, again and again. " * 5})
-
-
-@pytest.fixture
-def optimus(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command; returns exit code, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -97,6 +97,16 @@ def test_a_dense_model_uses_ep_ranks_for_data() -> None:
     assert (report.matches, report.notes) == (0, ("no experts: the ep ranks are further data-parallel ranks",))
 
 
+def test_one_rank_of_ep_keeps_all_experts() -> None:
+    program = capture(ours(olmoe_config()), sequence_length=8)
+    default_passes(program.mesh, PassOptions()).run(program)
+    before = program.node_count()
+    report = ExpertParallel().run(program)
+    assert (report.matches, report.notes) == (0, ("ep is 1: every rank holds all experts",))
+    assert program.node_count() == before
+    assert not any(spec.placement for spec in program.parameters.values())
+
+
 def test_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(PassError, match="has 6 experts, which cannot be divided over ep=4 ranks"):
         lowered(ours(olmoe_config()), optimus.Mesh.abstract(ep=4))

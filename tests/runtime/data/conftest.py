@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
+
+from tests.byte_level import train_byte_level
 
 EOS = 1  # of the tokenizer below
 TEXTS = [
@@ -23,16 +25,7 @@ TEXTS = [
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Byte-level BPE of about 300 tokens, <pad> = 0, <|endoftext|> = 1; its file asks for truncation and padding."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<pad>", "<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer = train_byte_level(TEXTS, 300, ["<pad>", "<|endoftext|>"])
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=64)
     path = tmp_path_factory.mktemp("tokenizer") / "tiny.json"

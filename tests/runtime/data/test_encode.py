@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from optimus_compiler.runtime.data import byte_level
 from optimus_compiler.runtime.data.encode import Encoder
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
+from tests.byte_level import train_byte_level
 
 OLMOE = Path(__file__).parents[3] / "../shared/tokenizer/olmoe.json"
 Edit = Callable[[dict[str, Any]], object]
@@ -83,17 +84,7 @@ AWKWARD = [awkward_text(random.Random(number)) for number in range(2500)]
 
 def train(path: Path, normalizer: normalizers.Normalizer | None, added: list[AddedToken]) -> Path:
     """Byte-level BPE of about 400 tokens of the texts above."""
-    tokenizer = Tokenizer(models.BPE())
-    if normalizer:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<pad>", "<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(AWKWARD, trainer)
+    tokenizer = train_byte_level(AWKWARD, 400, ["<pad>", "<|endoftext|>"], normalizer)
     tokenizer.add_tokens(added)
     tokenizer.save(str(path))
     return path

@@ -167,6 +167,13 @@ def without_eos(folder: Path) -> None:
         change(path, lambda ids: ids.clip(2))
 
 
+def assert_refused(prepared: Path, tokenizer_file: Path, tmp_path: Path, message: str) -> None:
+    """The import says what is wrong, and leaves nothing behind."""
+    with pytest.raises(DataError, match=message):
+        run(prepared, tokenizer_file, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset"]
+
+
 def order_file(folder: Path) -> Path:
     return folder / f"shuffling_order_{SUFFIX}_1.npy"
 
@@ -198,9 +205,7 @@ def order_file(folder: Path) -> Path:
 )
 def test_names_damage(prepared: Path, tokenizer_file: Path, tmp_path: Path, damage: Damage, message: str) -> None:
     damage(prepared)
-    with pytest.raises(DataError, match=message):
-        run(prepared, tokenizer_file, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset"]
+    assert_refused(prepared, tokenizer_file, tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +221,7 @@ def test_shards_alone_must_be_of_this_tokenizer(
 ) -> None:
     shutil.rmtree(prepared / "tokenized_data")
     damage(prepared)
-    with pytest.raises(DataError, match=message):
-        run(prepared, tokenizer_file, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset"]
+    assert_refused(prepared, tokenizer_file, tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +238,7 @@ def test_token_files_must_be_of_this_tokenizer(
 ) -> None:
     shutil.rmtree(shard(prepared, 0).parent)
     damage(prepared)
-    with pytest.raises(DataError, match=message):
-        run(prepared, tokenizer_file, tmp_path / "out")
+    assert_refused(prepared, tokenizer_file, tmp_path, message)
 
 
 def test_another_eos_is_refused(prepared: Path, tokenizer_file: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from optimus_compiler.runtime.data import workers
 from optimus_compiler.runtime.data.errors import DamagedInputError
+from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenised import TokenisedFile, read_tokenised
 from tests.runtime.data.conftest import TEXTS, contents, json_lines
 
@@ -32,8 +33,7 @@ def run(
     return workers.tokenise_files(
         files,
         folder,
-        tokenizer=tokenizer_file,
-        eos="<|endoftext|>",
+        tokenizer=TextTokenizer.load(tokenizer_file),
         text_field="text",
         workers=count,
         max_bad_documents=max_bad,
