@@ -1,5 +1,6 @@
 """compile: capture -> passes -> lower, and the module that runs the result."""
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from torch import nn
@@ -22,8 +23,15 @@ def compile(
     inputs: tuple[str, ...] = ("input_ids", "labels"),
     backend: Backend = "inductor",
     kernels: Kernels = "auto",
+    schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    stage_boundaries: Sequence[int] | None = None,
     dispatch: Literal["allgather", "alltoall"] = "allgather",
     expert_rows: float | Literal["exact"] = 2.0,
+    sequence_parallel: bool = False,
+    activation_checkpointing: Sequence[str] = (),
+    memory_budget: str | None = None,
+    keep_gathered: bool = False,
     aux_loss: bool = True,
     force_uniform_routing: bool = False,
     passes: PassPipeline | None = None,
@@ -44,9 +52,6 @@ def compile(
     Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory is taken.
     """
     mesh = mesh or Mesh()
-    for name, issue in (("pp", "pipelines"), ("tp", "tensor parallelism")):
-        if mesh.size_of(name) > 1:
-            raise ValueError(f"the mesh {mesh} has {name}={mesh.size_of(name)}; this version has no {issue}")
     if micro_batches < 1 or micro_batch_size < 1 or sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length}, micro_batch_size={micro_batch_size} and "
                          f"micro_batches={micro_batches} must be at least 1")  # fmt: skip
@@ -70,9 +75,20 @@ def compile(
         device=mesh.device,
     )
     program.mesh = mesh
-    pipeline = passes or default_passes(
-        mesh, PassOptions(force_uniform_routing=force_uniform_routing, dispatch=dispatch, expert_rows=expert_rows)
+    options = PassOptions(
+        force_uniform_routing=force_uniform_routing,
+        dispatch=dispatch,
+        expert_rows=expert_rows,
+        sequence_parallel=sequence_parallel,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        virtual_stages=virtual_stages,
+        stage_boundaries=None if stage_boundaries is None else tuple(stage_boundaries),
+        activation_checkpointing=tuple(activation_checkpointing),
+        memory_budget=memory_budget,
+        keep_gathered=keep_gathered,
     )
+    pipeline = passes or default_passes(mesh, options)
     pipeline.run(program)
     return CompiledModel(
         model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check

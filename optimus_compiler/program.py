@@ -102,6 +102,7 @@ class Segment:
     parameters: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    stage: int = 0  # of the pipeline, counted over all ranks
 
     @property
     def key(self) -> str:
@@ -169,6 +170,8 @@ class Program:
     sequence_length: int
     fake_mode: FakeTensorMode
     mesh: Mesh = field(default_factory=Mesh.abstract)
+    stage_ranks: tuple[int, ...] = (0,)  # of each pipeline stage, the coordinate on pp that runs it
+    in_flight: tuple[int, ...] = (1,)  # of each stage, how many micro-batches' activations it holds at most
     history: list[Any] = field(default_factory=list)  # PassReport, in order
 
     def groups(self) -> list[list[Segment]]:

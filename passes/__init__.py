@@ -7,11 +7,14 @@ from optimus_compiler.mesh import Mesh
 from optimus_compiler.passes.base import Pass, PassError, PassPipeline, PassReport
 from optimus_compiler.passes.canonicalise import Canonicalise
 from optimus_compiler.passes.causal_mask import CausalMask
+from optimus_compiler.passes.checkpoint_activations import CheckpointActivations
 from optimus_compiler.passes.expert_parallel import ExpertParallel, lift_row_bounds
 from optimus_compiler.passes.force_uniform_routing import ForceUniformRouting
 from optimus_compiler.passes.fuse_loss import FuseLoss
 from optimus_compiler.passes.fuse_sparse_moe import FuseSparseMoE
 from optimus_compiler.passes.shard_optimizer import ShardOptimizer
+from optimus_compiler.passes.split_pipeline import SplitPipeline
+from optimus_compiler.passes.tensor_parallel import TensorParallel
 from optimus_compiler.passes.widen_products import WidenProducts
 
 
@@ -22,25 +25,39 @@ class PassOptions:
     force_uniform_routing: bool = False
     dispatch: Literal["allgather", "alltoall"] = "allgather"
     expert_rows: float | Literal["exact"] = 2.0
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    virtual_stages: int = 1
+    stage_boundaries: tuple[int, ...] | None = None
+    activation_checkpointing: tuple[str, ...] = ()
+    memory_budget: str | None = None
+    keep_gathered: bool = False
 
 
 def default_passes(mesh: Mesh, options: PassOptions) -> PassPipeline:
     """The passes that compile runs, in order. Insert, drop or write your own: PassPipeline((*passes, MyPass()))."""
+    o = options
     return PassPipeline((
         Canonicalise(),
         CausalMask(),
         FuseSparseMoE(),
         FuseLoss(),
-        *([ForceUniformRouting()] if options.force_uniform_routing else []),
-        *([ExpertParallel(options.expert_rows, options.dispatch)] if mesh.ep > 1 else []),
-        ShardOptimizer(),
+        *([ForceUniformRouting()] if o.force_uniform_routing else []),
+        *([ExpertParallel(o.expert_rows, o.dispatch)] if mesh.ep > 1 else []),
+        *([TensorParallel(o.sequence_parallel)] if mesh.tp > 1 else []),
         WidenProducts(),
+        *([SplitPipeline(o.schedule, o.micro_batches, o.virtual_stages, o.stage_boundaries)] if mesh.pp > 1 else []),
+        *([CheckpointActivations(o.activation_checkpointing, o.memory_budget, o.keep_gathered)]
+          if o.activation_checkpointing or o.memory_budget else []),
+        ShardOptimizer(),
     ))  # fmt: skip
 
 
 __all__ = [
     "Canonicalise",
     "CausalMask",
+    "CheckpointActivations",
     "ExpertParallel",
     "ForceUniformRouting",
     "FuseLoss",
@@ -51,6 +68,8 @@ __all__ = [
     "PassPipeline",
     "PassReport",
     "ShardOptimizer",
+    "SplitPipeline",
+    "TensorParallel",
     "WidenProducts",
     "default_passes",
     "lift_row_bounds",

@@ -11,7 +11,14 @@ from tests.tiny_run import write_config, write_data
 
 torch.set_num_threads(1)
 
-RANK_TESTS = ("tests/test_layouts.py", "tests/test_ranks.py", "tests/runtime/test_trainer_ranks.py")
+RANK_TESTS = (
+    "tests/test_layouts.py",
+    "tests/test_pipeline_layouts.py",
+    "tests/test_tensor_parallel.py",
+    "tests/test_checkpointing.py",
+    "tests/test_ranks.py",
+    "tests/runtime/test_trainer_ranks.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

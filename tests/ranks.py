@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LARGEST = 4
+LARGEST = 8
 SECONDS = 240  # after which a test is taken to hang
 
 
@@ -32,7 +32,7 @@ class Ranks:
     def run(self, count: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
         """Calls a module-level function on `count` ranks of a fresh gloo process group; their results in order."""
         assert count <= LARGEST
-        while len(self._workers) < LARGEST:
+        while len(self._workers) < count:
             self._workers.append(_start())
         with tempfile.TemporaryDirectory() as folder:
             task = _pack((function, arguments))

@@ -152,7 +152,7 @@ def test_explain_shows_passes_nodes_and_segments() -> None:
     compiled = optimus.compile(ours(olmoe_config()), sequence_length=8, backend="eager")
     text = compiled.explain()
     lines = text.splitlines()
-    names = ("Canonicalise", "CausalMask", "FuseSparseMoE", "FuseLoss", "ShardOptimizer", "WidenProducts")
+    names = ("Canonicalise", "CausalMask", "FuseSparseMoE", "FuseLoss", "WidenProducts", "ShardOptimizer")
     assert lines[1] == "pipeline  " + " -> ".join(f"{name}()" for name in names)
     rows = {line.split()[0]: line.split() for line in lines if line.startswith(("FuseSparseMoE", "layer", "head"))}
     report = compiled.program.history[2]

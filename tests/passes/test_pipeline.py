@@ -93,8 +93,8 @@ def test_an_input_that_nothing_reads_is_an_error() -> None:
 def test_default_passes_are_a_readable_list() -> None:
     assert (
         str(default_passes(Mesh(), PassOptions()))
-        == "Canonicalise() -> CausalMask() -> FuseSparseMoE() -> FuseLoss() -> ShardOptimizer() -> WidenProducts()"
+        == "Canonicalise() -> CausalMask() -> FuseSparseMoE() -> FuseLoss() -> WidenProducts() -> ShardOptimizer()"
     )
     assert str(default_passes(Mesh(), PassOptions(force_uniform_routing=True))).endswith(
-        "-> ForceUniformRouting() -> ShardOptimizer() -> WidenProducts()"
+        "-> ForceUniformRouting() -> WidenProducts() -> ShardOptimizer()"
     )
