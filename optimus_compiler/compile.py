@@ -64,6 +64,8 @@ def compile(
         raise ValueError(f"dispatch={dispatch!r} is unknown: choose allgather or alltoall")
     if passes is not None and not isinstance(passes, PassPipeline):
         raise ValueError(f"passes is a {type(passes).__name__}: give PassPipeline((Canonicalise(), ...))")
+    if check and mesh.pp > 1:
+        raise ValueError(f"check=True runs the whole model and the mesh has pp={mesh.pp}: check with pp=1")
     if check and ("document_ids" in inputs or any(parameter.is_meta for parameter in model.parameters())):
         raise ValueError("check=True runs the original module: it needs weights, and inputs without document_ids")
     program = capture(
@@ -90,6 +92,8 @@ def compile(
     )
     pipeline = passes or default_passes(mesh, options)
     pipeline.run(program)
+    if mesh.pp > 1 and len(program.stage_ranks) == 1:
+        raise ValueError(f"the mesh has pp={mesh.pp} and the passes leave one stage: add SplitPipeline to them")
     return CompiledModel(
         model, program, pipeline, micro_batches=micro_batches, backend=backend, kernels=kernels, seed=seed, check=check
     )

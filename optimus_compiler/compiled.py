@@ -12,12 +12,14 @@ from torch.profiler import record_function
 from optimus_compiler.check import check_against_original
 from optimus_compiler.executor import Executor
 from optimus_compiler.explain import explain
-from optimus_compiler.lower import Backend
+from optimus_compiler.lower import Backend, values_carrying_gradients
+from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.passes import PassPipeline
 from optimus_compiler.program import OVERFLOW, TRAINING, Program
 from optimus_compiler.runtime.buckets import Bucket, make_buckets
 from optimus_compiler.runtime.collectives import Transfer, all_reduce
 from optimus_compiler.runtime.kernels import Kernels
+from optimus_compiler.runtime.pipeline import Pipeline
 from optimus_compiler.runtime.reduction import GradientReduction
 from optimus_compiler.weights import Weights
 
@@ -82,6 +84,15 @@ class CompiledModel(nn.Module):
         self._executor = Executor(
             program, self.weights.parameters, device=self.device, backend=backend, kernels=kernels
         )
+        self._pipeline: Pipeline | None = None
+        if program.mesh.pp > 1:
+            self._pipeline = Pipeline(
+                program,
+                values_carrying_gradients(program),
+                micro_batches=micro_batches,
+                device=self.device,
+                backward=self._backward,
+            )
         self._original = [model] if check else []  # in a list: not a submodule
         self._watched = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -166,6 +177,11 @@ class CompiledModel(nn.Module):
         The loss is this rank's own; its backward gives gradients of the mean over all (dp, ep) ranks. Without labels it
         returns logits only. An input that compile was not told of is an error, never a recapture.
         """
+        if self._pipeline is not None:
+            raise RuntimeError(
+                f"the model is divided over pp={self.program.mesh.pp} ranks, of which this one has only its stages: "
+                "call train_step or eval_step, on all ranks"
+            )
         given = {"attention_mask": attention_mask, "document_ids": document_ids, "position_ids": position_ids}
         everything = {"input_ids": input_ids, "labels": labels, **given}
         inputs = {name: value for name, value in everything.items() if value is not None}
@@ -227,44 +243,68 @@ class CompiledModel(nn.Module):
         self, inputs: dict[str, Tensor], *, train: bool, exact_rows: bool = True
     ) -> tuple[StepOutput, Tensor]:
         """The step's means over all ranks, and how many row buffers were too small."""
-        rows = self.micro_batches * self.program.micro_batch_size
+        size = self.program.micro_batch_size
+        rows = self.micro_batches * size
         for name, value in inputs.items():
             if tuple(value.shape) != (rows, self.program.sequence_length):
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; a step takes {(rows, self.program.sequence_length)}: "
-                    f"{self.micro_batches} micro-batches of {self.program.micro_batch_size} sequences"
+                    f"{self.micro_batches} micro-batches of {size} sequences"
                 )
         wanted = TRAINING if exact_rows else (*TRAINING, *self.program.overflows())
+        micro_batches = [
+            {name: value[first : first + size] for name, value in inputs.items()} for first in range(0, rows, size)
+        ]
         totals: dict[str, Tensor] = {}
-        reduces_early = self.reduction.early
-        try:
-            for index in range(self.micro_batches):
-                first = index * self.program.micro_batch_size
-                micro_batch = {
-                    name: value[first : first + self.program.micro_batch_size] for name, value in inputs.items()
-                }
+        if self._pipeline is None:
+            for index, micro_batch in enumerate(micro_batches):
                 values = self.pad(micro_batch)
                 self._check(micro_batch)
                 out = self._executor.run(values, wanted, exact_rows=exact_rows)
                 if train:
                     self._watch_first_backward(out["loss"])
-                    self.reduction.early = reduces_early and index == self.micro_batches - 1
-                    with record_function("optimus::backward"):
+                    with self._backward(index == self.micro_batches - 1):
                         (out["loss"] / self.micro_batches).backward()
-                for name, value in out.items():
-                    name = "overflows" if name.startswith(OVERFLOW) else name
-                    totals[name] = totals[name] + value.detach() if name in totals else value.detach().float()
-        finally:
-            self.reduction.early = reduces_early
+                _add(totals, out)
+        else:
+            padded = [self.pad(micro_batch) for micro_batch in micro_batches]
+            values = {name: torch.cat([each[name] for each in padded]) for name in padded[0]}
+
+            def run_stage(stage: int, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+                out, onward = self._executor.run_stage(stage, values, wanted, exact_rows=exact_rows)
+                _add(totals, out)
+                return out, onward
+
+            waiting = self._expect_gradients() if train and not self._watched else None
+            self._pipeline.step(values, run_stage, train=train)
+            if waiting is not None:
+                self._refuse_missing(waiting)
         return self._means(totals)
 
+    @contextmanager
+    def _backward(self, is_last: bool) -> Iterator[None]:
+        """Around one backward; the last one of a stage starts the reduction of its gradients."""
+        reduces_early = self.reduction.early
+        self.reduction.early = reduces_early and is_last
+        try:
+            with record_function("optimus::backward"):
+                yield
+        finally:
+            self.reduction.early = reduces_early
+
     def _means(self, totals: dict[str, Tensor]) -> tuple[StepOutput, Tensor]:
-        """Sums over micro-batches, added up over the ranks in one collective, as means."""
-        mesh = self.program.mesh
-        totals.setdefault("overflows", torch.zeros((), device=self.device))
-        names, sizes = list(totals), [value.numel() for value in totals.values()]
-        flat = all_reduce(torch.cat([totals[name].reshape(-1) for name in names]), mesh.group("dp", "ep"))
-        summed = {name: part.view(totals[name].shape) for name, part in zip(names, flat.split(sizes), strict=True)}
+        """Sums over micro-batches, added up over the ranks in one collective, as means.
+
+        Ranks of pp whose stages make an output not add zeros; those of tp have equal ones.
+        """
+        program, mesh = self.program, self.program.mesh
+        shapes = {role: program.example(program.outputs[role]).shape for role in TRAINING if role in program.outputs}
+        shapes["overflows"] = torch.Size()
+        flat = torch.cat([totals.get(role, torch.zeros(shape, device=self.device)).reshape(-1)
+                          for role, shape in shapes.items()])  # fmt: skip
+        flat = all_reduce(flat, mesh.group(*DIMENSIONS)) / mesh.tp
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        summed = {role: part.view(shape) for (role, shape), part in zip(shapes.items(), parts, strict=True)}
         count = self.micro_batches * mesh.size_of("dp", "ep")
         means = {name: summed[name] / count for name in ("loss", "ce_loss", "aux_loss")}
         return StepOutput(**means, expert_counts=summed.get("expert_counts")), summed["overflows"]
@@ -317,35 +357,50 @@ class CompiledModel(nn.Module):
         """At the end of the first backward, refuses a program in which a parameter got no gradient."""
         if self._watched or loss is None or not loss.requires_grad:
             return
-        for hook in self._hooks:
-            hook.remove()
-        names = {entry.name for bucket in self.buckets for entry in bucket.entries}
-        waiting = set(names)
-        self._hooks = [entry.parameter.register_post_accumulate_grad_hook(lambda _, n=entry.name: waiting.discard(n))
-                       for bucket in self.buckets for entry in bucket.entries]  # fmt: skip
+        waiting = self._expect_gradients()
+        every = set(waiting)
 
         def finish() -> None:
-            for hook in self._hooks:
-                hook.remove()
-            if waiting == names:
-                return  # torch.autograd.grad accumulates nothing: wait for a backward
-            if waiting:
-                raise RuntimeError(
-                    f"{len(waiting)} parameters got no gradient, {min(waiting)} among them: the backend {self.backend} "
-                    "or a pass lost them"
-                )
-            self._watched = True
+            if waiting != every:  # torch.autograd.grad accumulates nothing: wait for a backward
+                self._refuse_missing(waiting)
 
         def begin(gradient: Tensor) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
         loss.register_hook(begin)
 
+    def _expect_gradients(self) -> set[str]:
+        """The names of all trainable parameters here; each leaves the set when its gradient has come."""
+        for hook in self._hooks:
+            hook.remove()
+        entries = [entry for bucket in self.buckets for entry in bucket.entries]
+        waiting = {entry.name for entry in entries}
+        self._hooks = [entry.parameter.register_post_accumulate_grad_hook(lambda _, n=entry.name: waiting.discard(n))
+                       for entry in entries]  # fmt: skip
+        return waiting
+
+    def _refuse_missing(self, waiting: set[str]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if waiting:
+            raise RuntimeError(
+                f"{len(waiting)} parameters got no gradient, {min(waiting)} among them: the backend {self.backend} "
+                "or a pass lost them"
+            )
+        self._watched = True
+
     # reading
 
     def explain(self, graphs: bool = False) -> str:
         """The pipeline, what each pass matched, nodes before and after, and the distinct segments."""
         return explain(self.program, self.pipeline, graphs)
+
+
+def _add(totals: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    """Adds the outputs of a micro-batch to the totals of the step; all overflow flags to one."""
+    for role, value in outputs.items():
+        role = "overflows" if role.startswith(OVERFLOW) else role
+        totals[role] = totals[role] + value.detach() if role in totals else value.detach().float()
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:

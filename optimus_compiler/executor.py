@@ -1,4 +1,4 @@
-"""Executor: compiles the segments of a program on first use and runs them in order."""
+"""Executor: compiles the segments of a program on first use and runs them in order, stage by stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from optimus_compiler.lower import Backend, Function, copy_graph, gradient_marks, lower
+from optimus_compiler.graphs import copy_graph
+from optimus_compiler.lower import Backend, Function, gradient_marks, lower
 from optimus_compiler.passes import lift_row_bounds
 from optimus_compiler.program import Program, Segment, keep_outputs
 from optimus_compiler.runtime.kernels import Kernels, set_kernels
@@ -44,18 +45,24 @@ class Executor:
         self._constants = {name: value.to(device, copy=True) for name, value in constants.items()}
         self._functions: dict[str, Function] = {}
         self._marks = gradient_marks(program)
-        self._schedules: dict[tuple[tuple[str, ...], bool], list[_Step]] = {}
+        self._schedules: dict[tuple[int, tuple[str, ...], bool], list[_Step]] = {}
+        self._carried = {stage: program.carried_into(stage) for stage in range(1, len(program.stage_ranks))}
 
     def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...], *, exact_rows: bool = True) -> dict[str, Tensor]:
-        """Runs the segments; the wanted outputs by role, those that the program has.
+        """Runs all segments; the wanted outputs by role, those that the program has. See run_stage."""
+        return self.run_stage(0, inputs, wanted, exact_rows=exact_rows)[0]
 
-        exact_rows: row buffers hold every row there can be. Without it they are bounded, and the outputs
-        `program.overflows()` say whether the bounds held.
+    def run_stage(
+        self, stage: int, inputs: dict[str, Tensor], wanted: tuple[str, ...], *, exact_rows: bool = True
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        """Runs the segments of a stage; (the wanted outputs that it makes, by role; what the next stage reads).
+
+        inputs: the program's, and what the stage before gave, by name. exact_rows: row buffers hold every row there
+        can be. Without it they are bounded, and the outputs `program.overflows()` say whether the bounds held.
         """
         set_kernels(self.kernels)
-        wanted = tuple(role for role in wanted if role in self.program.outputs)
         values = {**self._constants, **inputs}
-        for step in self._schedule(wanted, exact_rows or not self.program.overflows()):
+        for step in self._schedule(stage, wanted, exact_rows or not self.program.overflows()):
             arguments = [*step.parameters, *(values[name] for name in step.segment.inputs)]
             if not torch.is_grad_enabled():
                 # AOTAutograd's functions switch gradients on: what needs none must look so
@@ -65,15 +72,18 @@ class Executor:
             values.update(zip(step.segment.outputs, step.function(*arguments), strict=True))
             for name in step.last_read:
                 del values[name]
-        return {role: values[self.program.outputs[role]] for role in wanted}
+        made = {role: self.program.outputs[role] for role in wanted if role in self.program.outputs}
+        outputs = {role: values[name] for role, name in made.items() if name in values}
+        return outputs, tuple(values[name] for name in self._carried.get(stage + 1, ()))
 
-    def _schedule(self, wanted: tuple[str, ...], exact_rows: bool) -> list[_Step]:
-        """The segments compiled for the wanted outputs; only the head differs between choices of outputs."""
-        if (wanted, exact_rows) not in self._schedules:
+    def _schedule(self, stage: int, wanted: tuple[str, ...], exact_rows: bool) -> list[_Step]:
+        """A stage compiled for the wanted outputs; only the head differs between choices of outputs."""
+        if (stage, wanted, exact_rows) not in self._schedules:
             steps = []
-            results = {self.program.outputs[role] for role in wanted}
+            results = {self.program.outputs[role] for role in wanted if role in self.program.outputs}
+            results.update(self._carried.get(stage + 1, ()))
             for segment in self.program.segments:
-                if segment.kind == "const":
+                if segment.kind == "const" or segment.stage != stage:
                     continue
                 marks = self._marks[id(segment.graph)]
                 if segment.kind == "head":
@@ -87,8 +97,8 @@ class Executor:
                 parameters = [self._parameters[name] for name in segment.parameters]
                 steps.append(_Step(segment, parameters, marks, self._functions[key]))
             _note_last_reads(steps, results)
-            self._schedules[wanted, exact_rows] = steps
-        return self._schedules[wanted, exact_rows]
+            self._schedules[stage, wanted, exact_rows] = steps
+        return self._schedules[stage, wanted, exact_rows]
 
 
 def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:

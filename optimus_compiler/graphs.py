@@ -1,8 +1,8 @@
-"""Facts about FX graphs that hold writes: what shares storage, what is dead."""
+"""FX graphs: copies of them, and facts about those that hold writes: what shares storage, what is dead."""
 
 import operator
 
-from torch import fx
+from torch import fx, nn
 
 
 def writes_in_place(node: fx.Node) -> bool:
@@ -59,3 +59,11 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
             live_storage.update(storage_root(source) for source in node.all_input_nodes)
         else:
             graph.erase_node(node)
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that a compiler may change; the fake values are shared."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copied))
+    return fx.GraphModule(nn.Module(), graph)

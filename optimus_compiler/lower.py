@@ -9,11 +9,12 @@ from typing import Literal
 
 import torch
 import torch.distributed._functional_collectives  # else backward through a collective raises "view modified inplace"
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from optimus_compiler.graphs import copy_graph
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.program import Program, Segment
 
@@ -90,10 +91,17 @@ def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
 
 
 def gradient_marks(program: Program) -> dict[int, tuple[bool, ...]]:
-    """For each distinct graph (by id), which placeholders need a gradient in any segment that shares it.
+    """For each distinct graph (by id), which placeholders need a gradient in any segment that shares it."""
+    return _differentiability(program)[0]
 
-    Autograd itself is asked, on fake tensors: export records no differentiability (every `val` says False).
-    """
+
+def values_carrying_gradients(program: Program) -> set[str]:
+    """The names of the values through which gradients flow back to a parameter."""
+    return _differentiability(program)[1]
+
+
+def _differentiability(program: Program) -> tuple[dict[int, tuple[bool, ...]], set[str]]:
+    """Autograd itself is asked, on fake tensors: export records no differentiability (every `val` says False)."""
     marks = {id(group[0].graph): (False,) * len(group[0].placeholders()) for group in program.groups()}
     known: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
     carrying: set[str] = set()
@@ -110,7 +118,7 @@ def gradient_marks(program: Program) -> dict[int, tuple[bool, ...]]:
                 name for name, carries in zip(segment.outputs, known[graph, marks[graph]], strict=True) if carries
             }
         if before == (marks, carrying):
-            return marks
+            return marks, carrying
 
 
 def _which_outputs_carry(program: Program, segment: Segment, marks: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -129,11 +137,3 @@ def _empty(like: Tensor, requires_grad: bool) -> Tensor:
     """A tensor of the same shape, strides, dtype and device, in the fake mode that is on."""
     empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     return empty.requires_grad_(requires_grad)
-
-
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy that a compiler may change; the fake values are shared."""
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, copied))
-    return fx.GraphModule(nn.Module(), graph)

@@ -170,6 +170,7 @@ class Program:
     sequence_length: int
     fake_mode: FakeTensorMode
     mesh: Mesh = field(default_factory=Mesh.abstract)
+    schedule: str = "1f1b"  # of the pipeline, where there is one
     stage_ranks: tuple[int, ...] = (0,)  # of each pipeline stage, the coordinate on pp that runs it
     in_flight: tuple[int, ...] = (1,)  # of each stage, how many micro-batches' activations it holds at most
     history: list[Any] = field(default_factory=list)  # PassReport, in order
@@ -204,6 +205,33 @@ class Program:
     def overflows(self) -> tuple[str, ...]:
         """The outputs (0-d bool) that say of each bounded row buffer whether it was too small."""
         return tuple(role for role in self.outputs if role.startswith(OVERFLOW))
+
+    def stages_here(self) -> tuple[int, ...]:
+        """The pipeline stages that this rank runs."""
+        own = self.mesh.coordinate("pp")
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == own)
+
+    def is_here(self, spec: ParameterSpec) -> bool:
+        """Whether a stage of this rank reads a parameter."""
+        return any(stage in self.stages_here() for stage in spec.stages)
+
+    def ranks_of(self, spec: ParameterSpec) -> tuple[int, ...]:
+        """The coordinates on pp that hold a parameter: two for a tied weight whose stages are on different ranks."""
+        return tuple(sorted({self.stage_ranks[stage] for stage in spec.stages}))
+
+    def carried_into(self, stage: int) -> tuple[str, ...]:
+        """The values that enter a stage from the one before: made earlier by a segment, read here or later."""
+        segments = [segment for segment in self.segments if segment.kind != "const"]
+        read = {name for segment in segments if segment.stage >= stage for name in segment.inputs}
+        made = [name for segment in segments if segment.stage < stage for name in segment.outputs]
+        return tuple(name for name in made if name in read)
+
+    def example(self, name: str) -> Tensor:
+        """The fake tensor of a value that a segment makes."""
+        for segment in self.segments:
+            if name in segment.outputs:
+                return segment.results()[segment.outputs.index(name)].meta["val"]
+        raise KeyError(name)
 
     def replace_parameters(self, old: Iterable[str], new: ParameterSpec) -> None:
         """Replaces entries of the parameter table by one new entry, in place of the first."""

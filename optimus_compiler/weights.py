@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.program import ParameterSpec, Program
 from optimus_compiler.runtime.buckets import Bucket
-from optimus_compiler.runtime.collectives import Transfer, gather_shards, share
+from optimus_compiler.runtime.collectives import Transfer, gather_shards, share, share_over_stages
 from optimus_compiler.runtime.initialise import draw_box
 
 
@@ -34,6 +34,8 @@ class Weights:
         self.parameters = {entry.name: entry.parameter for bucket in buckets for entry in bucket.entries}
         state = {**dict(model.named_parameters()), **program.constants}
         for name, spec in program.parameters.items():
+            if not program.is_here(spec):
+                continue
             drawn = seed is not None and isinstance(state[spec.source.names[0]], nn.Parameter)
             if not drawn and any(state[source].is_meta for source in spec.source.names):
                 raise ValueError(f"parameter {name} is on the meta device and has no value: give compile a seed")
@@ -71,9 +73,8 @@ class Weights:
     def full(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors of local ones, by the names and in the shapes of the model that was compiled; a collective."""
         parameters, mesh = self.program.parameters, self.program.mesh
-        return self.in_model_names(
-            {name: gather_shards(tensor, parameters[name].placement, mesh) for name, tensor in local.items()}
-        )
+        here = {name: gather_shards(tensor, parameters[name].placement, mesh) for name, tensor in local.items()}
+        return self.in_model_names(share_over_stages(here, mesh))
 
     def in_model_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole parameters under the names and in the shapes of the model that was compiled."""
@@ -130,4 +131,5 @@ class Weights:
                 if state_dict is not None:
                     full.copy_(spec.source.build(state_dict, spec.shape))
                 share(full, 0, transfer, mesh.group(*DIMENSIONS))
-            yield name, full[spec.box(mesh)]
+            if self.program.is_here(spec):
+                yield name, full[spec.box(mesh)]

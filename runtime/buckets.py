@@ -42,6 +42,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     replicated: tuple[str, ...] = ()  # mesh dimensions over which gradients are summed
     state: tuple[str, ...] = ()  # those of them over which optimizer state may be sharded
+    stage_ranks: tuple[int, ...] = (0,)  # coordinates on pp that hold it: two for weights tied across stages
 
     def set_gradient_dtype(self, dtype: torch.dtype) -> None:
         """Keeps gradients in another dtype (fp32 for bf16 weights). Gradients that are there already are lost."""
@@ -73,10 +74,11 @@ def make_buckets(program: Program, device: torch.device) -> tuple[Bucket, ...]:
     for label, segment in zip(_labels(program), program.segments, strict=True):
         for name in segment.parameters:
             spec = program.parameters[name]
-            if spec.trainable and name not in placed:
+            if spec.trainable and name not in placed and program.is_here(spec):
                 placed.add(name)
+                label = "tied" if len(program.ranks_of(spec)) > 1 else label  # laid out alike on both ranks
                 members.setdefault(f"{label}.{_kind_of(spec, program.mesh)}", []).append(spec)
-    return tuple(_bucket(program.mesh, name, specs, device) for name, specs in members.items())
+    return tuple(_bucket(program, name, specs, device) for name, specs in members.items())
 
 
 def _labels(program: Program) -> list[str]:
@@ -94,8 +96,8 @@ def _kind_of(spec: ParameterSpec, mesh: Mesh) -> str:
     return "/".join([str(spec.dtype).removeprefix("torch."), *sharded])
 
 
-def _bucket(mesh: Mesh, name: str, specs: list[ParameterSpec], device: torch.device) -> Bucket:
-    dtype, state = specs[0].dtype, specs[0].state
+def _bucket(program: Program, name: str, specs: list[ParameterSpec], device: torch.device) -> Bucket:
+    mesh, dtype, state = program.mesh, specs[0].dtype, specs[0].state
     step = ALIGNMENT // dtype.itemsize
     shapes = [spec.local_shape(mesh) for spec in specs]
     offsets, size = [], 0
@@ -108,7 +110,9 @@ def _bucket(mesh: Mesh, name: str, specs: list[ParameterSpec], device: torch.dev
         numel = math.prod(shape)
         parameter = nn.Parameter(weights[offset : offset + numel].view(shape))
         entries.append(Entry(spec.name, parameter, offset, numel))
-    bucket = Bucket(name, weights, torch.zeros_like(weights), tuple(entries), specs[0].replicated(), state)
+    gradients = torch.zeros_like(weights)
+    stage_ranks = program.ranks_of(specs[0])
+    bucket = Bucket(name, weights, gradients, tuple(entries), specs[0].replicated(), state, stage_ranks)
     bucket._attach()
     return bucket
 

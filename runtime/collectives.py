@@ -32,6 +32,18 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor
 
 
+def add_from_peers(tensor: Tensor, ranks: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Sums a tensor over two global ranks of a group in place, bit by bit the same on both; one rank: nothing to do."""
+    if len(ranks) > 1:
+        (peer,) = (rank for rank in ranks if rank != dist.get_rank())
+        received = torch.empty_like(tensor)
+        exchange = [dist.P2POp(dist.isend, tensor, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        tensor += received
+    return tensor
+
+
 @contextmanager
 def together(mesh: Mesh) -> Iterator[None]:
     """A block that fails on every rank when it fails on one: nobody waits for a rank that gave up.
@@ -62,6 +74,23 @@ def gather_shards(local: Tensor, placement: Mapping[str, int], mesh: Mesh) -> Te
             dist.all_gather(parts, full, group=group)
             full = torch.cat(parts, dim=axis)
     return full
+
+
+def share_over_stages(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """The tensors that any rank of pp holds, on all of them; a collective. Of two holders the first one sends."""
+    group = mesh.group("pp")
+    if group is None:
+        return dict(tensors)
+    held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(mesh.pp)]
+    dist.all_gather_object(held, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, group=group)
+    found: dict[str, Tensor] = {}
+    for source, named in zip(mesh.ranks_in("pp"), held, strict=True):
+        for name, (shape, dtype) in named.items():
+            if name not in found:
+                own = tensors.get(name)
+                found[name] = torch.empty(shape, dtype=dtype, device=mesh.device) if own is None else own
+                share(found[name], source, "broadcast", group)
+    return found
 
 
 def share(tensor: Tensor, source: int, transfer: Transfer, group: dist.ProcessGroup | None) -> None:

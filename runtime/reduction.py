@@ -5,7 +5,8 @@ Within a bucket every rank owns an equal slice, the one whose optimizer state it
     backward adds local gradients  ->  reduce-scatter: SUM of all ranks in the owned slice  ->  divided by dp * ep * tp
 
 Gradients of sharded parameters (experts) were summed over their own dimension by the collectives inside the graph; what
-is left is the sum over the dimensions on which the parameter is replicated.
+is left is the sum over the dimensions on which the parameter is replicated; and, where a weight is tied across stages
+of a pipeline, the sum of both stages' gradients.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch.profiler import record_function
 
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.runtime.buckets import Bucket
-from optimus_compiler.runtime.collectives import all_gather, all_reduce, reduce_scatter
+from optimus_compiler.runtime.collectives import add_from_peers, all_gather, all_reduce, reduce_scatter
 
 Sharding = Literal["epso", "so", "none"]
 
@@ -110,8 +111,11 @@ class BucketReduction:
         self.start_at = mesh.index_in(*owners) * size
         self.stop_at = self.start_at + size
         self.group, self.rest, self.everyone = (mesh.group(*names) for names in (owners, rest, bucket.replicated))
-        self.copies = mesh.size_of(*rest)  # ranks that own the same slice
-        self.is_first_copy = mesh.index_in(*rest) == 0
+        self.tied_ranks = [mesh.ranks_in("pp")[index] for index in bucket.stage_ranks]
+        # how many ranks own the same slice, and whether this is the first of them
+        self.copies = mesh.size_of(*rest) * len(self.tied_ranks)
+        self.is_first_copy = mesh.index_in(*rest) == 0 and mesh.coordinate("pp") == bucket.stage_ranks[0]
+        self.stages = mesh.group("pp")
         self.divisor = mesh.size_of("dp", "ep", "tp")
         self.is_reduced = False
         self.missing: set[Tensor] = set()
@@ -121,7 +125,7 @@ class BucketReduction:
     @property
     def is_local(self) -> bool:
         """Whether no other rank has anything to do with this bucket."""
-        return self.everyone is None and self.divisor == 1
+        return self.everyone is None and self.divisor == 1 and len(self.tied_ranks) == 1
 
     @property
     def owned(self) -> Tensor:
@@ -152,6 +156,7 @@ class BucketReduction:
         self.collect()
         if self.group is not None:
             all_reduce(self.owned, self.rest)
+        add_from_peers(self.owned, self.tied_ranks, self.stages)
         if self.divisor > 1:
             self.owned.div_(self.divisor)
         self.is_reduced = True
@@ -177,7 +182,8 @@ class BucketReduction:
         if self._work is not None:
             self.finish()
         if not self.is_reduced:
-            return all_reduce(self.bucket.gradients.clone(), self.everyone).div_(self.divisor)
+            whole = all_reduce(self.bucket.gradients.clone(), self.everyone)
+            return add_from_peers(whole, self.tied_ranks, self.stages).div_(self.divisor)
         return self.gathered(self.owned)
 
     def gathered(self, owned: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import optimus_compiler as optimus
-from optimus_compiler.lower import copy_graph
+from optimus_compiler.graphs import copy_graph
 from optimus_compiler.program import ParameterSpec, Program, ProgramError, Segment, Source
 from tests.models.twins import olmoe_config, ours
 from tests.passes.small import rand, small_program

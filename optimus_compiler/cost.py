@@ -1,0 +1,49 @@
+"""What a segment costs: floating-point operations and parameters, read from its graph on fake tensors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from optimus_compiler.program import Program, Segment
+from optimus_compiler.verify import propagate
+
+ops = torch.ops.optimus
+
+
+def forward_flops(program: Program, segment: Segment) -> int:
+    """Floating-point operations of one micro-batch's forward on one rank: its matrix products and attention.
+
+    A multiplication with its addition counts 2. Experts count the rows of an even share (tokens * choices), not those
+    of their buffers. Backward costs twice as much.
+    """
+    rows = _rows_a_rank(program, segment)
+
+    def experts(x: Sequence[int], weights: Sequence[int], gate_up: Sequence[int], *_: Any, **__: Any) -> int:
+        both, width, hidden = gate_up[1:]
+        return 2 * rows * (both + 1) * width * hidden
+
+    def head(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * x[0] * weight[0] * weight[1]
+
+    counted = {ops.grouped_mlp: experts, ops.linear_logsumexp: head}
+    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        propagate(program, segment)
+    return counter.get_total_flops()
+
+
+def parameter_count(program: Program, segment: Segment) -> int:
+    """Elements of the parameters that one rank holds for a segment."""
+    return sum(math.prod(program.parameters[name].local_shape(program.mesh)) for name in segment.parameters)
+
+
+def _rows_a_rank(program: Program, segment: Segment) -> int:
+    """The rows that the experts of one rank compute when every rank has equally many: S * K."""
+    for node in segment.graph.graph.nodes:
+        if node.target is ops.plan_exchange.default:
+            return node.args[0].meta["val"].numel()
+        if node.target is ops.index_tokens.default:
+            return node.args[0].meta["val"].numel() // program.mesh.ep
+    return 0
