@@ -41,13 +41,17 @@ def compile(
     """Compiles a plain Hugging Face-style model for training on a mesh.
 
     sequence_length, micro_batch_size: the static shape [micro_batch_size, sequence_length] of one micro-batch of this
-    rank; micro_batches: how many of them a train_step takes. inputs: what the program takes; beyond input_ids and
+    rank; micro_batches: how many of them a train_step takes. schedule, virtual_stages, stage_boundaries: how a pipeline
+    runs and is cut where pp > 1 (passes/split_pipeline.py). inputs: what the program takes; beyond input_ids and
     labels, attention_mask [B, S] of 0 and 1, document_ids [B, S] (attention stays within a document) and position_ids
     [B, S] may be declared. seed: an int draws the weights (the model may then be on the meta device), None keeps the
     model's own. dispatch, expert_rows: how tokens reach the experts of other ranks, and how many rows (times those of
-    an even share) an expert rank has room for before a step is done again (passes/expert_parallel.py). passes: the
-    pipeline, default_passes by default. check: on the first batch, compares loss and all
-    gradients with the original module, which is kept for that, and refuses a mismatch.
+    an even share) an expert rank has room for before a step is done again (passes/expert_parallel.py).
+    sequence_parallel: norms work on a part of the sequence where tp > 1 (passes/tensor_parallel.py).
+    activation_checkpointing ("norm", "attention", "moe"), memory_budget ("8 GiB"), keep_gathered: what backward
+    computes again (passes/checkpoint_activations.py). passes: the pipeline, default_passes by default. check: on the
+    first batch, compares loss and all gradients with the original module, which is kept for that, and refuses a
+    mismatch.
 
     Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory is taken.
     """
@@ -64,6 +68,8 @@ def compile(
         raise ValueError(f"dispatch={dispatch!r} is unknown: choose allgather or alltoall")
     if passes is not None and not isinstance(passes, PassPipeline):
         raise ValueError(f"passes is a {type(passes).__name__}: give PassPipeline((Canonicalise(), ...))")
+    if sequence_parallel and mesh.tp == 1:
+        raise ValueError("sequence_parallel=True divides sequences over tp ranks and the mesh has tp=1: raise tp")
     if check and mesh.pp > 1:
         raise ValueError(f"check=True runs the whole model and the mesh has pp={mesh.pp}: check with pp=1")
     if check and ("document_ids" in inputs or any(parameter.is_meta for parameter in model.parameters())):

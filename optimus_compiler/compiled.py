@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from optimus_compiler.program import OVERFLOW, TRAINING, Program
 from optimus_compiler.runtime.buckets import Bucket, make_buckets
 from optimus_compiler.runtime.collectives import Transfer, all_reduce
 from optimus_compiler.runtime.kernels import Kernels
-from optimus_compiler.runtime.pipeline import Pipeline
 from optimus_compiler.runtime.reduction import GradientReduction
 from optimus_compiler.weights import Weights
+
+if TYPE_CHECKING:
+    from optimus_compiler.runtime.pipeline import Pipeline
 
 IGNORED_LABEL = -100
 _log = logging.getLogger(__name__)
@@ -86,7 +89,9 @@ class CompiledModel(nn.Module):
         )
         self._pipeline: Pipeline | None = None
         if program.mesh.pp > 1:
-            self._pipeline = Pipeline(
+            from optimus_compiler.runtime import pipeline as pipelines  # takes a second to import
+
+            self._pipeline = pipelines.Pipeline(
                 program,
                 values_carrying_gradients(program),
                 micro_batches=micro_batches,

@@ -127,6 +127,11 @@ class Config(Section):
     log: LogSection = LogSection()
     eval: EvalSection = EvalSection()
 
+    def global_batch_size(self) -> int:
+        """Sequences a step: what train.global_batch_size says, else one micro-batch a (dp, ep) rank and stage."""
+        ranks = self.mesh.dp * self.mesh.ep * self.mesh.pp
+        return self.train.global_batch_size or self.train.micro_batch_size * ranks
+
 
 class ResolvedTrainSection(TrainSection):
     sequence_length: Size
@@ -149,15 +154,6 @@ class ResolvedConfig(Config):
 _NOT_YET = {
     "model.init": "weights can only be drawn at random",
     "data.validation_path": "there is no evaluation during training",
-    "mesh.pp": "there is no pipeline",
-    "mesh.tp": "there is no tensor parallelism",
-    "mesh.sequence_parallel": "there is no tensor parallelism",
-    "pipeline.schedule": "there is no pipeline",
-    "pipeline.virtual_stages": "there is no pipeline",
-    "pipeline.stage_boundaries": "there is no pipeline",
-    "activation_checkpointing.blocks": "activations are always kept",
-    "activation_checkpointing.budget": "activations are always kept",
-    "activation_checkpointing.keep_gathered": "activations are always kept",
     "checkpoint.every": "checkpoints are not written",
     "checkpoint.persistent_every": "checkpoints are not written",
     "checkpoint.keep_persistent": "checkpoints are not written",
@@ -211,7 +207,7 @@ def resolve(config: Config, *, context_length: int) -> ResolvedConfig:
     """
     train, optimizer, mesh = config.train, config.optimizer, config.mesh
     ranks = mesh.dp * mesh.ep
-    global_batch_size = train.global_batch_size or train.micro_batch_size * ranks * mesh.pp
+    global_batch_size = config.global_batch_size()
     warmup_steps = min(2500, train.steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps
     decay_steps = optimizer.decay_steps or train.steps
     if global_batch_size % (train.micro_batch_size * ranks):

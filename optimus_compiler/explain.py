@@ -2,6 +2,9 @@
 
 import math
 
+from optimus_compiler.cost import forward_flops, parameter_count
+from optimus_compiler.lower import COLLECTIVES
+from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.passes.base import PassPipeline
 from optimus_compiler.program import Program, Segment
 
@@ -18,6 +21,19 @@ def explain(program: Program, pipeline: PassPipeline, graphs: bool = False) -> s
     lines += _table(
         ["segment", "times", "key", "nodes", "parameters", "elements each", "reads", "gives"],
         [_row(program, group) for group in program.groups()],
+    )
+    lines.append("")
+    lines += _table(
+        [
+            "stage",
+            "pp rank",
+            "layers",
+            "parameters",
+            "GFLOPs a micro-batch",
+            "activations",
+            "collectives a micro-batch",
+        ],
+        [_stage_row(program, stage) for stage in range(len(program.stage_ranks))],
     )
     lines += ["", *program.verify()]
     if graphs:
@@ -49,6 +65,48 @@ def _row(program: Program, group: list[Segment]) -> list[object]:
         len(segment.inputs),
         len(segment.outputs),
     ]
+
+
+def _stage_row(program: Program, stage: int) -> list[object]:
+    """What one rank of a stage has to do; forward and backward of a micro-batch, activations at their most."""
+    segments = [segment for segment in program.segments if segment.kind != "const" and segment.stage == stage]
+    flops = sum(forward_flops(program, segment) for segment in segments)
+    activations = 0
+    return [
+        stage,
+        program.stage_ranks[stage],
+        _layers(program, stage),
+        f"{sum(parameter_count(program, segment) for segment in segments):,}",
+        f"{3 * flops / 1e9:,.3f}",
+        f"{activations / 2**20:,.1f} MiB ({program.in_flight[stage]} in flight)",
+        _collectives(segments) or "none",
+    ]
+
+
+def _layers(program: Program, stage: int) -> str:
+    """embed, 0-7"""
+    segments = [segment for segment in program.segments if segment.kind != "const"]
+    layers = [segment for segment in segments if segment.kind == "layer"]
+    own = [index for index, segment in enumerate(layers) if segment.stage == stage]
+    words = [f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0])] if own else []
+    ends = {segment.kind for segment in segments if segment.stage == stage and segment.parameters} - {"layer"}
+    return ", ".join([*(["embed"] if "embed" in ends else []), *words, *(["head"] if "head" in ends else [])])
+
+
+def _collectives(segments: list[Segment]) -> str:
+    """all_gather ep: 6 (12.0 MiB), ...: those of forward, with the bytes that they give; backward has their mirrors."""
+    counts: dict[str, list[int]] = {}
+    for segment in segments:
+        for node in segment.graph.graph.nodes:
+            if str(getattr(node.target, "namespace", "")) in COLLECTIVES:
+                groups = [a for a in node.args if isinstance(a, str) and set(a.split("+")) <= set(DIMENSIONS)]
+                for group in groups:
+                    name = f"{node.target._schema.name.split('::')[1]} {group}"
+                    values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
+                    count = counts.setdefault(name, [0, 0])
+                    count[0] += 1
+                    count[1] += sum(value.numel() * value.element_size() for value in values)
+    return ", ".join(f"{name}: {count} ({size / 2**20:,.1f} MiB)" for name, (count, size) in counts.items())
 
 
 def _table(header: list[str], rows: list[list[object]]) -> list[str]:

@@ -25,8 +25,10 @@ from optimus_compiler.config import (
     resolve,
     to_toml,
 )
+from optimus_compiler.layout import check_layout, micro_batches
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.models import ModelConfig, build, from_hf, from_name
+from optimus_compiler.passes import PassOptions
 from optimus_compiler.runtime.collectives import together
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.data.loader import DataLoader
@@ -60,9 +62,10 @@ def open_run(config: Config, directory: Path) -> Run:
     Raises ValueError (one sentence) for anything the user has to change; nothing has been written then.
     """
     refuse_unsupported(config)
+    model_config = load_model_config(config.model)
+    check_layout(config, model_config)
     mesh = open_mesh(config)
     with together(mesh):
-        model_config = load_model_config(config.model)
         if config.data.path is None:
             raise ConfigError(
                 "data.path is missing: add it, or pass --set data.path=DIR, a folder of `optimus prepare`"
@@ -113,13 +116,27 @@ def compile_model(config: ResolvedConfig, model_config: ModelConfig, mesh: Mesh)
         mesh,
         sequence_length=train.sequence_length,
         micro_batch_size=train.micro_batch_size,
-        micro_batches=train.global_batch_size // (train.micro_batch_size * mesh.size_of("dp", "ep")),
         inputs=("input_ids", "labels", *masked),
         backend=train.backend,
+        seed=train.seed,
+        **vars(pass_options(config)),
+    )
+
+
+def pass_options(config: Config) -> PassOptions:
+    """What a configuration asks of the passes."""
+    return PassOptions(
+        force_uniform_routing=config.train.force_uniform_routing,
         dispatch=config.mesh.dispatch,
         expert_rows=config.mesh.expert_rows,
-        force_uniform_routing=train.force_uniform_routing,
-        seed=train.seed,
+        sequence_parallel=config.mesh.sequence_parallel,
+        schedule=config.pipeline.schedule,
+        micro_batches=micro_batches(config),
+        virtual_stages=config.pipeline.virtual_stages,
+        stage_boundaries=None if config.pipeline.stage_boundaries is None else tuple(config.pipeline.stage_boundaries),
+        activation_checkpointing=tuple(config.activation_checkpointing.blocks),
+        memory_budget=config.activation_checkpointing.budget,
+        keep_gathered=config.activation_checkpointing.keep_gathered,
     )
 
 

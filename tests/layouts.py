@@ -15,11 +15,12 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_
 
 
 def small_model(kind: str) -> nn.Module:
-    """olmoe; olmo; idle: an OLMoE in which experts 4 to 7 never receive a token."""
+    """olmoe; olmo; the same with tied embeddings (tied-); idle: experts 4 to 7 never receive a token."""
     sizes: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 16, "pad_token_id": None}
-    if kind == "olmo":
-        return ours(olmo_config(**sizes))
-    model = ours(olmoe_config(**sizes, num_experts=8, num_key_value_heads=2))
+    tied = {"tie_word_embeddings": kind.startswith("tied")}
+    if kind in ("olmo", "tied-olmo"):
+        return ours(olmo_config(**sizes, **tied))
+    model = ours(olmoe_config(**sizes, **tied, num_experts=8, num_key_value_heads=2))
     if kind == "idle":
         gates = [value for name, value in model.named_parameters() if name.endswith("gate.weight")]
         with torch.no_grad():

@@ -165,12 +165,6 @@ def test_contradictions_are_refused(minimal: Path, overrides: list[str], sentenc
     [
         "model.init=/some/checkpoint",
         "data.validation_path=/some/dir",
-        "mesh.tp=2",
-        "mesh.sequence_parallel=true",
-        "pipeline.schedule=gpipe",
-        "pipeline.stage_boundaries=[2]",
-        'activation_checkpointing.blocks=["moe"]',
-        'activation_checkpointing.budget="1 GiB"',
         "checkpoint.every=10",
         "checkpoint.async=true",
         "resilience.max_restarts=3",

@@ -14,26 +14,36 @@ INTERLEAVED = {"schedule": "interleaved-1f1b", "virtual_stages": 2}
 
 
 def train(
-    sizes: dict[str, int], kind: str, options: list[dict[str, Any]], settings: list[dict[str, Any]]
-) -> list[Result]:
-    """On every rank: one result for each schedule, with the optimizer's settings in turn. The first rank reports."""
+    sizes: dict[str, int], kinds: list[str], options: list[dict[str, Any]], settings: list[dict[str, Any]]
+) -> list[tuple[str, dict[str, Any], Result]]:
+    """On every rank: each schedule is compiled once and trains each model (of one shape); the settings take turns."""
     mesh = optimus.Mesh(**sizes)  # type: ignore[arg-type]
-    start = small_model(kind).state_dict()
-    results = []
-    for index, each in enumerate(options):
-        compiled = compile_small(kind, mesh, **each)
-        ids, labels = (own_rows(values[0], mesh) for values in batches())
-        before = compiled.eval_step(ids, labels)
-        result = layout_run(compiled, start, **settings[index % len(settings)])
-        compiled.load_state_dict(start)
-        after = compiled.eval_step(ids, labels)
-        assert (before.loss, before.aux_loss) == (after.loss, after.aux_loss)
-        assert after.loss.item() == pytest.approx(result.losses[0], rel=1e-5)
-        results.append(result)
+    ids, labels = (own_rows(values[0], mesh) for values in batches())
+    results: list[tuple[str, dict[str, Any], Result]] = []
+    for each in options:
+        compiled = compile_small(kinds[0], mesh, **each)
+        for kind in kinds:
+            start = small_model(kind).state_dict()
+            compiled.load_state_dict(start)
+            before = compiled.eval_step(ids, labels)
+            result = layout_run(compiled, start, **settings[len(results) % len(settings)])
+            compiled.load_state_dict(start)
+            after = compiled.eval_step(ids, labels)
+            assert (before.loss, before.aux_loss) == (after.loss, after.aux_loss)
+            assert after.loss.item() == pytest.approx(result.losses[0], rel=1e-5)
+            results.append((kind, each, result))
     return results if mesh.rank == 0 else []
 
 
-@pytest.mark.parametrize("kind", ["olmoe", "idle", "olmo"])
+def assert_all_equal(results: list[tuple[str, dict[str, Any], Result]]) -> None:
+    for kind, options, result in results:
+        try:
+            assert_equal(result, expected(kind))
+        except AssertionError as error:
+            raise AssertionError(f"{kind}, {options}: {error}") from None
+
+
+@pytest.mark.parametrize("kinds", [["olmoe", "idle"], ["olmo"]], ids=["moe", "dense"])
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -45,13 +55,18 @@ def train(
     ids=["pp2", "pp4", "pp2-dp2", "pp2-ep2"],
 )
 def test_training_equals_one_process(
-    ranks: Ranks, kind: str, sizes: dict[str, int], options: list[dict[str, Any]]
+    ranks: Ranks, kinds: list[str], sizes: dict[str, int], options: list[dict[str, Any]]
 ) -> None:
     settings = [{"sharding": "epso"}, {"sharding": "epso", "zero": 2}, {"sharding": "none"}]
     count = sizes["pp"] * sizes.get("dp", 1) * sizes.get("ep", 1)
-    (results, *_) = ranks.run(count, train, sizes, kind, options, settings)
-    for each, result in zip(options, results, strict=True):
-        try:
-            assert_equal(result, expected(kind))
-        except AssertionError as error:
-            raise AssertionError(f"{each}: {error}") from None
+    (results, *_) = ranks.run(count, train, sizes, kinds, options, settings)
+    assert len(results) == len(kinds) * len(options)
+    assert_all_equal(results)
+
+
+@pytest.mark.parametrize("kind", ["tied-olmoe", "tied-olmo"])
+def test_tied_embeddings_are_on_two_stages_and_count_once(ranks: Ranks, kind: str) -> None:
+    """Their gradient is the sum of both stages', in the gradient norm once, and both copies stay the same weight."""
+    for sizes, settings in (({"pp": 2}, {"sharding": "epso"}), ({"pp": 2, "dp": 2}, {"sharding": "epso", "zero": 2})):
+        (results, *_) = ranks.run(2 * sizes.get("dp", 1), train, sizes, [kind], [ONE_F_ONE_B], [settings])
+        assert_all_equal(results)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import optimus_compiler as optimus
 from optimus_compiler.graphs import copy_graph
+from optimus_compiler.passes import PassError
 from optimus_compiler.program import ParameterSpec, Program, ProgramError, Segment, Source
 from tests.models.twins import olmoe_config, ours
 from tests.passes.small import rand, small_program
@@ -170,5 +171,5 @@ def test_a_mesh_that_does_not_fit_the_job_is_refused() -> None:
         optimus.Mesh(dp=2, ep=2)
     with pytest.raises(ValueError, match="mesh dimension ep=0 must be at least 1"):
         optimus.Mesh(ep=0)
-    with pytest.raises(ValueError, match="pp=2; this version has no pipelines"):
+    with pytest.raises(PassError, match="1f1b on pp=2 needs at least 2 micro-batches a step and there are 1"):
         optimus.compile(ours(olmoe_config()), optimus.Mesh.abstract(pp=2), sequence_length=8)

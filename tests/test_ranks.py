@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -122,11 +123,13 @@ def test_uniform_routing_gives_every_expert_the_same(ranks: Ranks) -> None:
         assert loss == results[0][1]
 
 
-def divide_other_model(kind: str) -> dict[str, float]:
+def divide_other_model(kind: str, pp: int, **options: Any) -> dict[str, float]:
     """Errors of loss and gradients at ep=2 against the model itself on both halves of the batch."""
-    mesh = optimus.Mesh(ep=2)
+    mesh = optimus.Mesh(pp=pp, ep=2)
     model = other_model(kind)
-    compiled = optimus.compile(copy.deepcopy(model), mesh, sequence_length=S, micro_batch_size=B, backend="aot_eager")
+    compiled = optimus.compile(
+        copy.deepcopy(model), mesh, sequence_length=S, micro_batch_size=B, backend="aot_eager", **options
+    )
     ids = torch.randint(0, int(model.config.vocab_size), (2 * B, S), generator=torch.Generator().manual_seed(1))
     losses = []
     for rows in ids.split(B):
@@ -144,7 +147,17 @@ def divide_other_model(kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
 def test_other_models_are_divided_too(ranks: Ranks, kind: str) -> None:
     """DeepSeek-V3's first layer is dense: a rank's layers differ, and the order of collectives stays one."""
-    for errors in ranks.run(2, divide_other_model, kind):
+    for errors in ranks.run(2, divide_other_model, kind, 1):
+        assert max(errors.values()) <= 1e-5, max(errors, key=errors.__getitem__)
+
+
+def dense_stage() -> dict[str, float]:
+    return divide_other_model("DeepSeek-V3", 2, schedule="gpipe", stage_boundaries=[1])
+
+
+def test_a_stage_without_experts_beside_stages_with_them(ranks: Ranks) -> None:
+    """DeepSeek-V3's dense layer alone on the first stage: it has no router statistics to send and no ep collective."""
+    for errors in ranks.run(4, dense_stage):
         assert max(errors.values()) <= 1e-5, max(errors, key=errors.__getitem__)
 
 

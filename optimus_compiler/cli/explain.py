@@ -26,12 +26,14 @@ def explain(
     from optimus_compiler.capture import capture
     from optimus_compiler.config import load_config
     from optimus_compiler.explain import explain as explain_program
+    from optimus_compiler.layout import check_layout
     from optimus_compiler.mesh import Mesh
-    from optimus_compiler.passes import PassOptions, default_passes
-    from optimus_compiler.runtime.trainer import load_model_config, plain_model
+    from optimus_compiler.passes import default_passes
+    from optimus_compiler.runtime.trainer import load_model_config, pass_options, plain_model
 
     settings = load_config(config, overrides or ())
     model_config = load_model_config(settings.model)
+    check_layout(settings, model_config)
     program = capture(
         plain_model(settings, model_config),
         sequence_length=settings.train.sequence_length or model_config.max_position_embeddings,
@@ -39,13 +41,6 @@ def explain(
     )
     wanted = settings.mesh
     program.mesh = Mesh.abstract(pp=wanted.pp, dp=wanted.dp, ep=wanted.ep, tp=wanted.tp)
-    options = PassOptions(
-        force_uniform_routing=settings.train.force_uniform_routing,
-        dispatch=wanted.dispatch,
-        expert_rows=wanted.expert_rows,
-    )
-    pipeline = default_passes(program.mesh, options)
+    pipeline = default_passes(program.mesh, pass_options(settings))
     pipeline.run(program)
     print(explain_program(program, pipeline, graph))
-    if wanted.pp > 1 or wanted.tp > 1:
-        print(f"\nnot applied: pp={wanted.pp} tp={wanted.tp} of {config}")

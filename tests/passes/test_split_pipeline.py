@@ -1,0 +1,144 @@
+"""SplitPipeline: where it cuts, what travels, what is repeated, what it refuses; and the order of its schedules."""
+
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules
+
+import optimus_compiler as optimus
+from optimus_compiler.capture import capture
+from optimus_compiler.passes import PassError, PassOptions, default_passes
+from optimus_compiler.passes.pipeline_schedule import check_schedule, in_flight, stage_ranks
+from optimus_compiler.passes.split_pipeline import balanced_cuts
+from optimus_compiler.program import Program
+from tests.models.twins import olmo_config, olmoe_config, ours
+
+
+def split(config: Any, pp: int, inputs: tuple[str, ...] = (), **options: Any) -> Program:
+    with torch.device("meta"):
+        model = ours(config)
+    program = capture(model, sequence_length=8, micro_batch_size=2, inputs=("input_ids", "labels", *inputs))
+    program.mesh = optimus.Mesh.abstract(pp=pp)
+    default_passes(program.mesh, PassOptions(**{"micro_batches": 8, **options})).run(program)
+    return program
+
+
+def layers_of(program: Program) -> list[int]:
+    return [sum(s.kind == "layer" and s.stage == stage for s in program.segments)
+            for stage in range(len(program.stage_ranks))]  # fmt: skip
+
+
+def test_cuts_are_the_best_of_all() -> None:
+    """The costliest part is as cheap as can be, then the squares are least: compared with every way to cut."""
+    generator = torch.Generator().manual_seed(0)
+    for length, stages in ((5, 2), (7, 3), (9, 4), (6, 6), (4, 1)):
+        costs = torch.rand(length, generator=generator).tolist()
+
+        def score(starts: tuple[int, ...], costs: list[float] = costs) -> tuple[float, float]:
+            ends = (*starts[1:], len(costs))
+            parts = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+            return round(max(parts), 12), sum(part**2 for part in parts)
+
+        every = [(0, *cut) for cut in combinations(range(1, length), stages - 1)]
+        assert score(tuple(balanced_cuts(costs, stages))) == pytest.approx(min(map(score, every)))
+
+
+def test_stages_hold_all_layers_in_order_and_layers_stay_one_function() -> None:
+    program = split(olmoe_config(num_hidden_layers=7), pp=3)
+    order = [segment.stage for segment in program.segments if segment.kind == "layer"]
+    assert order == sorted(order)
+    assert sum(layers_of(program)) == 7
+    assert max(layers_of(program)) - min(layers_of(program)) <= 1
+    assert len({id(segment.graph) for segment in program.segments if segment.kind == "layer"}) == 1
+    (hidden, *statistics) = (program.example(name) for name in program.carried_into(1))
+    assert tuple(hidden.shape) == (2, 8, 24)
+    assert [tuple(value.shape) for value in statistics] == [(6,), (6,)]
+    assert all(len(program.carried_into(stage)) == 3 for stage in (1, 2))
+
+
+def test_boundaries_and_virtual_stages() -> None:
+    program = split(olmo_config(num_hidden_layers=5), pp=2, stage_boundaries=(1,))
+    assert layers_of(program) == [1, 4]
+    program = split(olmo_config(num_hidden_layers=5), pp=2, stage_boundaries=(5,))
+    assert layers_of(program) == [5, 0]
+    program = split(olmoe_config(num_hidden_layers=6), pp=2, schedule="interleaved-1f1b", virtual_stages=2)
+    assert program.stage_ranks == (0, 1, 0, 1)
+    assert sum(layers_of(program)) == 6
+    assert split(olmo_config(num_hidden_layers=2), pp=4).stage_ranks == (0, 1, 2, 3)  # embed, two layers, head
+
+
+def test_tied_weights_are_on_two_stages() -> None:
+    program = split(olmo_config(num_hidden_layers=4, tie_word_embeddings=True), pp=2)
+    stages = {name: spec.stages for name, spec in program.parameters.items()}
+    assert stages.pop("model.embed_tokens.weight") == (0, 1)
+    assert all(len(own) == 1 for own in stages.values())
+    assert program.ranks_of(program.parameters["model.embed_tokens.weight"]) == (0, 1)
+
+
+@pytest.mark.parametrize("inputs", [("attention_mask",), ("document_ids",), ("document_ids", "position_ids")])
+def test_masks_are_made_on_every_stage_and_do_not_travel(inputs: tuple[str, ...]) -> None:
+    program = split(olmoe_config(num_hidden_layers=4), pp=4, inputs=inputs)
+    for stage in (1, 2, 3):
+        assert len(program.carried_into(stage)) == 3  # hidden states and two statistics
+    readers = {segment.stage for segment in program.segments if segment.kind == "layer"}
+    makers = {segment.stage for segment in program.segments if inputs[0] in segment.inputs}
+    assert readers <= makers
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"micro_batches": 2, "pp": 4}, "1f1b on pp=4 needs at least 4 micro-batches a step and there are 2: raise"),
+        ({"schedule": "interleaved-1f1b", "virtual_stages": 2, "micro_batches": 5, "pp": 2}, "5 cannot be divided so"),
+        ({"schedule": "interleaved-1f1b", "pp": 2}, "interleaves several stages a rank and virtual_stages is 1"),
+        ({"virtual_stages": 2, "pp": 2}, "1f1b runs one stage a rank and virtual_stages is 2"),
+        ({"schedule": "zb", "pp": 2}, "schedule='zb' is unknown: choose one of gpipe, 1f1b, interleaved-1f1b"),
+        ({"pp": 5}, r"5 stages \(pp=5 x 1\) are more than the embedding, 2 layers and the head"),
+        ({"pp": 2, "stage_boundaries": (3,)}, r"stage_boundaries=\[3\] must be 1 rising layer numbers from 1 to 2"),
+        ({"pp": 3, "stage_boundaries": (1,)}, "must be 2 rising layer numbers from 1 to 2"),
+        ({"pp": 3, "stage_boundaries": (2, 1)}, "must be 2 rising layer numbers from 1 to 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PassError, match=sentence):
+        split(olmo_config(), **options)
+
+
+def test_more_stages_than_micro_batches_is_possible_with_gpipe() -> None:
+    check_schedule("gpipe", ranks=4, virtual_stages=1, micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "virtual_stages"),
+    [
+        ("gpipe", schedules.ScheduleGPipe, 1),
+        ("1f1b", schedules.Schedule1F1B, 1),
+        ("interleaved-1f1b", schedules.ScheduleInterleaved1F1B, 2),
+        ("interleaved-1f1b", schedules.ScheduleInterleaved1F1B, 3),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 8), (4, 12)])
+def test_in_flight_is_what_torch_does(
+    name: str, kind: Any, virtual_stages: int, ranks: int, micro_batches: int
+) -> None:
+    """Counted from the order of actions that torch's schedule of that name computes."""
+    expected = [0] * (ranks * virtual_stages)
+    for rank, actions in torch_order(kind, ranks, virtual_stages, micro_batches).items():
+        held, most = [0] * len(expected), [0] * len(expected)
+        for action in actions:
+            if action is not None:
+                held[action.stage_index] += 1 if action.computation_type == schedules.FORWARD else -1
+                most = held[:] if sum(held) > sum(most) else most
+        assert all(stage % ranks == rank for stage, count in enumerate(most) if count)
+        expected = [a + b for a, b in zip(expected, most, strict=True)]
+    assert in_flight(name, ranks, virtual_stages, micro_batches) == tuple(expected)
+    assert stage_ranks(ranks, virtual_stages) == tuple(stage % ranks for stage in range(ranks * virtual_stages))
+
+
+def torch_order(kind: Any, ranks: int, virtual_stages: int, micro_batches: int) -> dict[int, list[Any]]:
+    stages = [SimpleNamespace(stage_index=i * ranks, num_stages=ranks * virtual_stages, group_size=ranks, group_rank=0,
+                              is_last=False, submod=None) for i in range(virtual_stages)]  # fmt: skip
+    return dict(kind(stages if virtual_stages > 1 else stages[0], micro_batches).pipeline_order)
