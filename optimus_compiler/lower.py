@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from optimus_compiler.graphs import copy_graph
-from optimus_compiler.mesh import Mesh
+from optimus_compiler.mesh import DIMENSIONS, Mesh
 from optimus_compiler.program import Program, Segment
 
 Backend = Literal["inductor", "aot_eager", "eager"]
@@ -55,7 +55,9 @@ def _name_groups(graph: fx.GraphModule, mesh: Mesh) -> None:
     for node in graph.graph.nodes:
         if str(getattr(node.target, "namespace", "")) in COLLECTIVES:
             node.args = tuple(
-                mesh.group_name(*argument.split("+")) if isinstance(argument, str) and argument != "sum" else argument
+                mesh.group_name(*argument.split("+"))
+                if isinstance(argument, str) and set(argument.split("+")) <= set(DIMENSIONS)
+                else argument
                 for argument in node.args
             )
     graph.recompile()

@@ -13,6 +13,7 @@ from optimus_compiler.program import Program
 aten = torch.ops.aten
 
 COPIES = {aten._to_copy.default, aten.lift_fresh_copy.default, aten.clone.default}
+VIEWS = (aten.view.default, aten.reshape.default)
 CHECKS = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 
 
@@ -23,7 +24,9 @@ class Canonicalise(Pass):
     1. Run-time checks of dtype, device and range go: shapes are static and were checked at capture.
     2. An alias, a cast to the dtype a value has already, a `contiguous` of a contiguous value: readers take the value.
        A copy goes too, unless something writes to it or to what it was copied from.
-    3. `x.op_(...)` becomes `x.op(...)` where nothing later reads x's storage under another name. Where something does
+    3. A later pass may divide a dimension: a view leaves open (-1) the first size that is not its argument's, an expand
+       all sizes that are.
+    4. `x.op_(...)` becomes `x.op(...)` where nothing later reads x's storage under another name. Where something does
        (DeepSeek-V3 copies into slices), the write stays and AOTAutograd functionalises it with the aliasing in view.
     """
 
@@ -40,6 +43,8 @@ class Canonicalise(Pass):
                     graph.erase_node(node)
                 elif writes_in_place(node) and _is_last_reader(graph, node):
                     node.target = _functional(node.target)
+                elif (sizes := _open_sizes(node)) is not None:
+                    node.args = (node.args[0], sizes)
                 else:
                     continue
                 matches += 1
@@ -56,6 +61,21 @@ def _is_identity(node: fx.Node, written: set[fx.Node]) -> bool:
         return False
     same = before.dtype == after.dtype and before.device == after.device and before.shape == after.shape
     return same and before.stride() == after.stride()
+
+
+def _open_sizes(node: fx.Node) -> list[int] | None:
+    """The sizes of a view or an expand with -1 where a size may change; None where nothing is to be done."""
+    if node.target not in (*VIEWS, aten.expand.default) or len(node.args) < 2:
+        return None
+    sizes: list[int] = list(node.args[1])  # type: ignore[arg-type]
+    before = list(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    if any(not isinstance(size, int) for size in (*sizes, *before)) or -1 in sizes or 0 in sizes:
+        return None
+    if node.target is aten.expand.default:
+        opened = [-1 if i < len(before) and size == before[-1 - i] else size for i, size in enumerate(reversed(sizes))]
+        return opened[::-1] if -1 in opened else None
+    first = next((i for i, (a, b) in enumerate(zip(before, sizes, strict=False)) if a != b), None)
+    return None if first is None else [*sizes[:first], -1, *sizes[first + 1 :]]
 
 
 def _argument(node: fx.Node, name: str) -> object:

@@ -15,7 +15,8 @@ SHAPES_AND_CASTS = CASTS | {aten.view.default, aten.reshape.default, aten._to_co
 
 @dataclass(frozen=True)
 class FuseLoss(Pass):
-    """Replaces cross_entropy(linear(x, w)) where the fp32 logits would exceed `logits_limit` bytes.
+    """Replaces cross_entropy(linear(x, w)) where the fp32 logits would exceed `logits_limit` bytes, or where tp > 1:
+    TensorParallel divides the vocabulary, and no rank will have whole logits.
 
     1. Find cross_entropy_loss (mean, no class weights, no smoothing) whose logits come from a linear without bias,
        through reshapes and casts only.
@@ -37,9 +38,9 @@ class FuseLoss(Pass):
                 size, limit = 4 * tensor_of(loss.args[0]).numel(), self.logits_limit
                 if linear is None:
                     kept.append("the loss is not a plain mean over linear logits")
-                elif size <= limit:
+                elif size <= limit and program.mesh.tp == 1:
                     kept.append(f"{size / 2**20:.0f} MiB of logits are within the limit of {limit / 2**20:.0f} MiB")
-                if linear is None or size <= limit:
+                if linear is None or (size <= limit and program.mesh.tp == 1):
                     continue
                 with graph.inserting_before(loss):
                     loss.replace_all_uses_with(self._chunked(program, graph, loss, linear))
@@ -53,7 +54,7 @@ class FuseLoss(Pass):
 
         x, weight = linear.args[0], linear.args[1]
         target, ignored = loss.args[1], (loss.args[4] if len(loss.args) > 4 else -100)
-        x_TH = add(aten.reshape.default, x, [-1, tensor_of(weight).shape[1]])  # type: ignore[arg-type]
+        x_TH = add(aten.reshape.default, x, [-1, tensor_of(weight).shape[1]])
         both = add(torch.ops.optimus.linear_logsumexp.default, x_TH, weight, target)
         lse, logit = unpack(program, graph, both, 2)
         counted = add(aten.to.dtype, add(aten.ne.Scalar, target, ignored), torch.float32)

@@ -47,9 +47,14 @@ def where(node: fx.Node) -> str:
     return (module_paths(node) or [node.name])[-1]
 
 
-def tensor_of(node: fx.Node) -> Tensor:
+def tensor_of(node: Any) -> Tensor:
     """The fake tensor of a node."""
     return node.meta["val"]
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an operation takes element by element, casts included."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
 
 
 def rank_coordinate(program: Program, group: list[Segment], name: str, dimension: str) -> fx.Node:

@@ -60,5 +60,5 @@ class WidenProducts(Pass):
 
 def _multiplications(node: fx.Node) -> int:
     """Of a product [..., M, K] x [K, N], M * K * N and so on; of attention, those of queries with keys."""
-    first, second = (tensor_of(argument) for argument in node.args[:2])  # type: ignore[arg-type]
+    first, second = (tensor_of(argument) for argument in node.args[:2])
     return first.numel() * (second.shape[-2] if node.target in TRANSPOSED else second.shape[-1])

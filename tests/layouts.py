@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import optimus_compiler as optimus
-from tests.models.twins import olmo_config, olmoe_config, ours
+from optimus_compiler.models import ModelConfig
+from tests.models.twins import olmo_config, olmoe_config, ours, twins
 
 MICRO_BATCHES, B, S, V = 4, 2, 16, 64
 STEPS, CLIP = 5, 0.05
@@ -15,12 +16,20 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_
 
 
 def small_model(kind: str) -> nn.Module:
-    """olmoe; olmo; the same with tied embeddings (tied-); idle: experts 4 to 7 never receive a token."""
+    """olmoe, olmo; the same with tied embeddings (tied-), with biases and clipped projections (biased-), transformers'
+    (hf-); idle: an OLMoE whose experts 4 to 7 never receive a token."""
     sizes: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 16, "pad_token_id": None}
-    tied = {"tie_word_embeddings": kind.startswith("tied")}
-    if kind in ("olmo", "tied-olmo"):
-        return ours(olmo_config(**sizes, **tied))
-    model = ours(olmoe_config(**sizes, **tied, num_experts=8, num_key_value_heads=2))
+    if kind.startswith("tied-"):
+        sizes["tie_word_embeddings"] = True
+    if kind.startswith("biased-"):
+        sizes.update(attention_bias=True, clip_qkv=1.0, pad_token_id=3)
+    if kind.endswith("olmo"):
+        config: ModelConfig = olmo_config(**sizes)
+    else:
+        config = olmoe_config(**sizes, num_experts=8, num_key_value_heads=2)
+    if kind.startswith("hf-"):
+        return twins(config)[1]
+    model = ours(config)
     if kind == "idle":
         gates = [value for name, value in model.named_parameters() if name.endswith("gate.weight")]
         with torch.no_grad():

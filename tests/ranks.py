@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LARGEST = 8
+LARGEST = 16
 SECONDS = 240  # after which a test is taken to hang
 
 

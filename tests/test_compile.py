@@ -221,7 +221,7 @@ def test_a_lost_gradient_is_an_error() -> None:
     """A backend that drops a parameter's gradient is found at the end of the first backward."""
     ids, labels = random_ids(V, 2, 8)
     compiled = compile_for(ours(olmoe_config()), ids, backend="eager")
-    step = compiled._executor._schedule(("loss", "ce_loss", "aux_loss", "expert_counts"), True)[-1]
+    step = compiled._executor._schedule(0, ("loss", "ce_loss", "aux_loss", "expert_counts"), True)[-1]
     step.parameters = [parameter.detach() for parameter in step.parameters]
     with pytest.raises(RuntimeError, match=r"2 parameters got no gradient, lm_head\.weight among them"):
         compiled.train_step(ids, labels)
