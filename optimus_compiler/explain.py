@@ -2,6 +2,7 @@
 
 import math
 
+from optimus_compiler.activation_memory import activation_bytes
 from optimus_compiler.cost import forward_flops, parameter_count
 from optimus_compiler.lower import COLLECTIVES
 from optimus_compiler.mesh import DIMENSIONS
@@ -71,7 +72,7 @@ def _stage_row(program: Program, stage: int) -> list[object]:
     """What one rank of a stage has to do; forward and backward of a micro-batch, activations at their most."""
     segments = [segment for segment in program.segments if segment.kind != "const" and segment.stage == stage]
     flops = sum(forward_flops(program, segment) for segment in segments)
-    activations = 0
+    activations = activation_bytes(program, stage)
     return [
         stage,
         program.stage_ranks[stage],

@@ -4,8 +4,9 @@ Not through torch.compile: no guards, no recompiles, cheaper calls, gradients of
 private interfaces of torch are all in this file; tests/test_lower.py pins how they behave.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed._functional_collectives  # else backward through a collective raises "view modified inplace"
@@ -50,6 +51,35 @@ def lower(segment: Segment, requires_grad: Sequence[bool], backend: Backend, mes
             return _inductor(graph, examples) if backend == "inductor" else _aot_eager(graph, examples)
 
 
+def trace(
+    graph: fx.GraphModule, placeholders: Sequence[fx.Node], requires_grad: Sequence[bool]
+) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """The forward and backward graphs that AOTAutograd makes of a segment's graph, on fake tensors; None: no backward.
+
+    Forward's results are the segment's, then what backward keeps. Collectives keep the names of mesh dimensions.
+    """
+    found: list[fx.GraphModule] = []
+
+    def partition(*arguments: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from functorch.compile import min_cut_rematerialization_partition
+
+        found.extend(min_cut_rematerialization_partition(*arguments, **options))
+        return found[0], found[1]
+
+    def forward_alone(module: fx.GraphModule, _: object) -> Function:
+        if not found:
+            found.append(module)
+        return _boxed(module)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with mode:
+            examples = [_empty(node.meta["val"], mark) for node, mark in zip(placeholders, requires_grad, strict=True)]
+        with tracing(TracingContext(mode)):
+            _through_aot(graph, examples, forward_alone, partition)
+    return found[0], found[1] if len(found) > 1 else None
+
+
 def _name_groups(graph: fx.GraphModule, mesh: Mesh) -> None:
     """Puts the names of process groups where a program names mesh dimensions ("ep")."""
     for node in graph.graph.nodes:
@@ -77,19 +107,36 @@ def _inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
     del table[embedding_gradient]
     # said outright: left to itself, Inductor refuses this fallback wherever the variable CI is set
     make_fallback(embedding_gradient, warn=False, override_decomp=True)
-    return compile_fx(graph, examples, decompositions=table)  # type: ignore[return-value]
+    tags = [f"{index} {node.meta['recompute'].name}" for index, node in enumerate(graph.graph.nodes)
+            if "recompute" in node.meta]  # fmt: skip
+    if not tags:
+        return compile_fx(graph, examples, decompositions=table)  # type: ignore[return-value]
+    # the caches do not look at tags; and bf16 is rounded where eager rounds it, or recomputing would change it
+    digest = hashlib.sha256("\n".join(tags).encode()).hexdigest()
+    tagged = torch.compiler.config.patch(cache_key_tag=digest)  # type: ignore[attr-defined]
+    with tagged, torch._inductor.config.patch(emulate_precision_casts=True):
+        return compile_fx(graph, examples, decompositions=table)  # type: ignore[return-value]
 
 
 def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
     """AOTAutograd with Inductor's partitioner, both graphs run as they are."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return _through_aot(graph, examples, lambda module, _: _boxed(module), min_cut_rematerialization_partition)
+
+
+def _through_aot(
+    graph: fx.GraphModule, examples: list[Tensor], compiler: Callable[..., Function], partition: Callable[..., Any]
+) -> Function:
     from torch._dynamo.backends.common import aot_autograd
 
-    def as_is(module: fx.GraphModule, _: object) -> Function:
-        return make_boxed_func(module.forward)
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(graph, examples)
 
-    compiler = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=min_cut_rematerialization_partition)
-    return compiler(graph, examples)
+
+def _boxed(module: fx.GraphModule) -> Function:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(module.forward)
 
 
 def gradient_marks(program: Program) -> dict[int, tuple[bool, ...]]:

@@ -106,7 +106,7 @@ class Segment:
 
     @property
     def key(self) -> str:
-        """A hash of the operations, arguments, shapes and dtypes: equal keys are the same function."""
+        """A hash of operations, arguments, shapes, dtypes and recompute tags: equal keys are the same function."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:12]
 
     def lines(self) -> list[str]:
@@ -120,6 +120,7 @@ class Segment:
         for node in self.graph.graph.nodes:
             value = node.meta.get("val") if node.op == "placeholder" else None
             what = f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if value is not None else ""
+            what += f" {node.meta['recompute'].name}" if "recompute" in node.meta else ""
             lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {what} "
                          f"{text(node.args)} {text(node.kwargs)}")  # fmt: skip
         return lines

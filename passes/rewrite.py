@@ -57,6 +57,16 @@ def is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
 
 
+def chooses_experts(linear: fx.Node, steps: int = 12) -> bool:
+    """Whether a linear makes the scores that experts are chosen by (or, under forced routing, weighted by)."""
+    frontier = {linear} if linear.target is aten.linear.default else set()
+    for _ in range(steps):
+        frontier = {user for source in frontier for user in source.users}
+        if any(user.target in (aten.topk.default, aten.gather.default) for user in frontier):
+            return True
+    return False
+
+
 def rank_coordinate(program: Program, group: list[Segment], name: str, dimension: str) -> fx.Node:
     """The placeholder of this rank's coordinate (0-d int64) in segments that share a graph; added where it is missing.
 

@@ -1,6 +1,6 @@
 """TensorParallel: attention heads, MLP and expert width and the vocabulary divided over the ranks of `tp`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +8,16 @@ import torch
 from torch import fx
 
 from optimus_compiler.passes.base import Pass, PassError, PassReport
-from optimus_compiler.passes.rewrite import CASTS, insert, is_pointwise, rank_coordinate, tensor_of, unpack, where
+from optimus_compiler.passes.rewrite import (
+    CASTS,
+    chooses_experts,
+    insert,
+    is_pointwise,
+    rank_coordinate,
+    tensor_of,
+    unpack,
+    where,
+)
 from optimus_compiler.passes.sequence_parallel import divide_sequence
 from optimus_compiler.program import ParameterSpec, Program, Segment
 from optimus_compiler.verify import propagate
@@ -147,8 +156,12 @@ class _Divided:
     def refuse_rest(self) -> None:
         """A matrix that no step has divided, routers apart, belongs to something this pass does not know."""
         for parameter in self.parameters:
-            if tensor_of(parameter).dim() < 2 or parameter in self.sharded or _is_router(parameter):
-                continue
+            if (
+                tensor_of(parameter).dim() < 2
+                or parameter in self.sharded
+                or any(map(chooses_experts, parameter.users))
+            ):
+                continue  # a vector, divided, or a router's
             raise PassError(f"{self.specs(parameter)[0].name} is in no attention, MLP, expert block, embedding or head "
                             "that TensorParallel knows: use tp=1 for this model")  # fmt: skip
 
@@ -366,22 +379,6 @@ def _gather_logits(divided: _Divided) -> None:
     results = list(segment.results())
     results[position] = whole
     output.args = (tuple(results),)
-
-
-def _is_router(parameter: fx.Node) -> bool:
-    """Whether a matrix makes the scores that experts are chosen by (or, under forced routing, weighted by)."""
-    chooses = {aten.topk.default, aten.gather.default}
-    return any(user.target is aten.linear.default and _descendants(user, chooses) for user in parameter.users)
-
-
-def _descendants(node: fx.Node, wanted: Iterable[Any], steps: int = 12) -> bool:
-    """Whether one of the wanted operations comes within a few steps after a node."""
-    frontier = {node}
-    for _ in range(steps):
-        frontier = {user for source in frontier for user in source.users}
-        if any(user.target in wanted for user in frontier):
-            return True
-    return False
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

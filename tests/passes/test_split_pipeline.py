@@ -9,18 +9,17 @@ import torch
 from torch.distributed.pipelining import schedules
 
 import optimus_compiler as optimus
-from optimus_compiler.capture import capture
 from optimus_compiler.passes import PassError, PassOptions, default_passes
 from optimus_compiler.passes.pipeline_schedule import check_schedule, in_flight, stage_ranks
 from optimus_compiler.passes.split_pipeline import balanced_cuts
 from optimus_compiler.program import Program
-from tests.models.twins import olmo_config, olmoe_config, ours
+from tests.captured import captured
 
 
-def split(config: Any, pp: int, inputs: tuple[str, ...] = (), **options: Any) -> Program:
-    with torch.device("meta"):
-        model = ours(config)
-    program = capture(model, sequence_length=8, micro_batch_size=2, inputs=("input_ids", "labels", *inputs))
+def split(
+    kind: str, pp: int, layers: int = 2, inputs: tuple[str, ...] = (), tied: bool = False, **options: Any
+) -> Program:
+    program = captured(kind, layers, inputs, tie_word_embeddings=tied)
     program.mesh = optimus.Mesh.abstract(pp=pp)
     default_passes(program.mesh, PassOptions(**{"micro_batches": 8, **options})).run(program)
     return program
@@ -47,31 +46,31 @@ def test_cuts_are_the_best_of_all() -> None:
 
 
 def test_stages_hold_all_layers_in_order_and_layers_stay_one_function() -> None:
-    program = split(olmoe_config(num_hidden_layers=7), pp=3)
+    program = split("olmoe", pp=3, layers=7)
     order = [segment.stage for segment in program.segments if segment.kind == "layer"]
     assert order == sorted(order)
     assert sum(layers_of(program)) == 7
     assert max(layers_of(program)) - min(layers_of(program)) <= 1
     assert len({id(segment.graph) for segment in program.segments if segment.kind == "layer"}) == 1
     (hidden, *statistics) = (program.example(name) for name in program.carried_into(1))
-    assert tuple(hidden.shape) == (2, 8, 24)
-    assert [tuple(value.shape) for value in statistics] == [(6,), (6,)]
+    assert tuple(hidden.shape) == (2, 8, 32)
+    assert [tuple(value.shape) for value in statistics] == [(8,), (8,)]
     assert all(len(program.carried_into(stage)) == 3 for stage in (1, 2))
 
 
 def test_boundaries_and_virtual_stages() -> None:
-    program = split(olmo_config(num_hidden_layers=5), pp=2, stage_boundaries=(1,))
+    program = split("olmo", pp=2, layers=5, stage_boundaries=(1,))
     assert layers_of(program) == [1, 4]
-    program = split(olmo_config(num_hidden_layers=5), pp=2, stage_boundaries=(5,))
+    program = split("olmo", pp=2, layers=5, stage_boundaries=(5,))
     assert layers_of(program) == [5, 0]
-    program = split(olmoe_config(num_hidden_layers=6), pp=2, schedule="interleaved-1f1b", virtual_stages=2)
+    program = split("olmoe", pp=2, layers=6, schedule="interleaved-1f1b", virtual_stages=2)
     assert program.stage_ranks == (0, 1, 0, 1)
     assert sum(layers_of(program)) == 6
-    assert split(olmo_config(num_hidden_layers=2), pp=4).stage_ranks == (0, 1, 2, 3)  # embed, two layers, head
+    assert split("olmo", pp=4, layers=2).stage_ranks == (0, 1, 2, 3)  # embed, two layers, head
 
 
 def test_tied_weights_are_on_two_stages() -> None:
-    program = split(olmo_config(num_hidden_layers=4, tie_word_embeddings=True), pp=2)
+    program = split("olmo", pp=2, layers=4, tied=True)
     stages = {name: spec.stages for name, spec in program.parameters.items()}
     assert stages.pop("model.embed_tokens.weight") == (0, 1)
     assert all(len(own) == 1 for own in stages.values())
@@ -80,7 +79,7 @@ def test_tied_weights_are_on_two_stages() -> None:
 
 @pytest.mark.parametrize("inputs", [("attention_mask",), ("document_ids",), ("document_ids", "position_ids")])
 def test_masks_are_made_on_every_stage_and_do_not_travel(inputs: tuple[str, ...]) -> None:
-    program = split(olmoe_config(num_hidden_layers=4), pp=4, inputs=inputs)
+    program = split("olmoe", pp=4, layers=4, inputs=inputs)
     for stage in (1, 2, 3):
         assert len(program.carried_into(stage)) == 3  # hidden states and two statistics
     readers = {segment.stage for segment in program.segments if segment.kind == "layer"}
@@ -104,7 +103,7 @@ def test_masks_are_made_on_every_stage_and_do_not_travel(inputs: tuple[str, ...]
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PassError, match=sentence):
-        split(olmo_config(), **options)
+        split("olmo", **options)
 
 
 def test_more_stages_than_micro_batches_is_possible_with_gpipe() -> None:
