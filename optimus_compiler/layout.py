@@ -1,7 +1,9 @@
 """Whether a configuration's layout is possible for its model: asked before any process is connected."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
+from optimus_compiler.activation_memory import parse_bytes
 from optimus_compiler.config import Config, ConfigError
 from optimus_compiler.models import ModelConfig
 from optimus_compiler.passes import PassError
@@ -24,6 +26,8 @@ def check_layout(config: Config, model: ModelConfig) -> None:
     _check_divides("tp", mesh.tp, model.vocab_size, "words of the vocabulary")
     if mesh.sequence_parallel and mesh.tp == 1:
         raise ConfigError("mesh.sequence_parallel needs mesh.tp = 2 or more: raise tp, or remove the key")
+    if config.activation_checkpointing.budget is not None:
+        _as_config_error("activation_checkpointing.budget", parse_bytes, config.activation_checkpointing.budget)
     if mesh.pp > 1:
         _check_pipeline(config, model.num_hidden_layers)
 
@@ -33,12 +37,18 @@ def _check_divides(dimension: str, ranks: int, number: int, what: str) -> None:
         raise ConfigError(f"mesh.{dimension} = {ranks} does not divide the model's {number} {what}: change one of them")
 
 
+def _as_config_error(where: str, check: Callable[..., object], *arguments: object) -> None:
+    try:
+        check(*arguments)
+    except (PassError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def _check_pipeline(config: Config, layers: int) -> None:
     mesh, pipeline = config.mesh, config.pipeline
-    try:
-        check_schedule(pipeline.schedule, mesh.pp, pipeline.virtual_stages, micro_batches(config))
-    except PassError as error:
-        raise ConfigError(f"[pipeline] {error}") from None
+    _as_config_error(
+        "[pipeline]", check_schedule, pipeline.schedule, mesh.pp, pipeline.virtual_stages, micro_batches(config)
+    )
     stages, boundaries = mesh.pp * pipeline.virtual_stages, pipeline.stage_boundaries
     if stages > layers + 2:
         raise ConfigError(f"mesh.pp * pipeline.virtual_stages = {stages} stages are more than the embedding, {layers} "

@@ -123,10 +123,10 @@ def test_uniform_routing_gives_every_expert_the_same(ranks: Ranks) -> None:
         assert loss == results[0][1]
 
 
-def divide_other_model(kind: str, pp: int, **options: Any) -> dict[str, float]:
+def divide_other_model(kind: str, sizes: dict[str, int], **options: Any) -> dict[str, float]:
     """Errors of loss and gradients at ep=2 against the model itself on both halves of the batch."""
-    mesh = optimus.Mesh(pp=pp, ep=2)
-    model = other_model(kind)
+    mesh = optimus.Mesh(ep=2, **sizes)  # type: ignore[arg-type]
+    model = other_model(kind, vocab_size=96)
     compiled = optimus.compile(
         copy.deepcopy(model), mesh, sequence_length=S, micro_batch_size=B, backend="aot_eager", **options
     )
@@ -147,12 +147,20 @@ def divide_other_model(kind: str, pp: int, **options: Any) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
 def test_other_models_are_divided_too(ranks: Ranks, kind: str) -> None:
     """DeepSeek-V3's first layer is dense: a rank's layers differ, and the order of collectives stays one."""
-    for errors in ranks.run(2, divide_other_model, kind, 1):
+    for errors in ranks.run(2, divide_other_model, kind, {}):
+        assert max(errors.values()) <= 1e-5, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
+def test_other_models_are_divided_in_width_too(ranks: Ranks, kind: str) -> None:
+    """Qwen3-MoE normalises each head by itself: its norms stay whole."""
+    for errors in ranks.run(4, divide_other_model, kind, {"tp": 2}):
         assert max(errors.values()) <= 1e-5, max(errors, key=errors.__getitem__)
 
 
 def dense_stage() -> dict[str, float]:
-    return divide_other_model("DeepSeek-V3", 2, schedule="gpipe", stage_boundaries=[1])
+    return divide_other_model("DeepSeek-V3", {"pp": 2}, schedule="gpipe", stage_boundaries=[1])
 
 
 def test_a_stage_without_experts_beside_stages_with_them(ranks: Ranks) -> None:

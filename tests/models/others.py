@@ -8,9 +8,9 @@ import torch
 from tests.models.twins import SIZES
 
 
-def other_model(name: str) -> Any:
+def other_model(name: str, **changes: Any) -> Any:
     """Mixtral, Qwen3-MoE or DeepSeek-V3 (dense first layer, shared expert), with routers that tell experts apart."""
-    kind, config = _kinds()[name]
+    kind, config = _kinds(changes)[name]
     torch.manual_seed(0)
     config._experts_implementation = "eager"
     model = kind(config).train()
@@ -21,9 +21,16 @@ def other_model(name: str) -> Any:
     return model
 
 
-def _kinds() -> dict[str, Any]:
+def _kinds(changes: dict[str, Any]) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
-    sizes = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    sizes = {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **changes,
+    }
     mixtral = transformers.MixtralConfig(**{**sizes, "intermediate_size": 16}, num_local_experts=4)
     qwen = transformers.Qwen3MoeConfig(
         **sizes, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2

@@ -34,6 +34,8 @@ def test_meshes_reproduce_the_curve_of_one_process(ranks: Ranks, tiny: Path, tmp
         ("dp", 2, ["mesh.dp=2"]),
         ("ep", 2, ["mesh.ep=2"]),
         ("both", 4, ["mesh.dp=2", "mesh.ep=2", "optimizer.zero=2"]),
+        ("pp", 4, ["mesh.pp=2", "mesh.ep=2", 'activation_checkpointing.blocks=["moe"]']),
+        ("tp", 4, ["mesh.tp=2", "mesh.dp=2", "mesh.sequence_parallel=true"]),
     ]:
         shown = ranks.run(world, run_training, tiny, tmp_path / name, common + mesh)
         assert shown == [6] + [0] * (world - 1)
@@ -59,7 +61,7 @@ def refusals(folder: Path, output: Path, overrides: list[str]) -> str:
     [
         (["mesh.dp=3"], "the mesh pp=1 x dp=3 x ep=1 x tp=1 needs 3 processes and this job has 2"),
         (["mesh.ep=2", "train.global_batch_size=6"], "global_batch_size = 6 is not a multiple of micro_batch_size"),
-        (["mesh.ep=2", "model.overrides.num_experts=3"], "has 3 experts, which cannot be divided over ep=2 ranks"),
+        (["mesh.ep=2", "model.overrides.num_experts=3"], "mesh.ep = 2 does not divide the model's 3 experts"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(
