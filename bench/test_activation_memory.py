@@ -78,4 +78,4 @@ def test_schedules(two_ranks: Ranks) -> None:
 
 
 def one_schedule(schedule: str, virtual_stages: int) -> tuple[int, int]:
-    return measure({"pp": 2}, 1, schedule=schedule, virtual_stages=virtual_stages, micro_batches=8)
+    return measure({"pp": 2}, 4, schedule=schedule, virtual_stages=virtual_stages, micro_batches=8)

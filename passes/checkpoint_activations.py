@@ -22,9 +22,7 @@ from optimus_compiler.program import Program, Segment
 aten, ops, c10d = torch.ops.aten, torch.ops.optimus, torch.ops._c10d_functional
 ROUTING = {aten.topk.default, aten.sort.default, aten.histc.default, aten.cumsum.default, ops.index_tokens.default,
            ops.plan_exchange.default}  # fmt: skip
-ATTENTION = {
-    aten.scaled_dot_product_attention.default
-}  # its own backward recomputes; done again it would draw RNG state
+ATTENTION = {aten.scaled_dot_product_attention.default}  # its backward computes again by itself
 GATHERS = {c10d.all_gather_into_tensor.default, ops.send_tokens.default}
 SUMS = {c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, ops.return_tokens.default}
 
@@ -40,8 +38,8 @@ class CheckpointActivations(Pass):
        the other way), residual additions, attention itself, and sums over ranks.
     4. The all-gather that brings a block its tokens is run again in backward, in the same order on every rank;
        keep_gathered saves its result.
-    5. memory_budget: per layer the cheapest blocks (fewest operations done again) with which every stage's activations
-       fit, by the estimate of activation_memory.py. `blocks` are chosen everywhere, the budget adds to them.
+    5. memory_budget: per layer the cheapest blocks (fewest operations done again) with which the activations of every
+       rank fit, by the estimate of activation_memory.py. `blocks` are chosen everywhere, the budget adds to them.
 
     Statistics of the router have no backward: nothing counts them twice.
     """
@@ -60,25 +58,25 @@ class CheckpointActivations(Pass):
                 raise PassError(f"CheckpointActivations found no {name} block: it looks at the modules that each "
                                 "decoder layer is made of")  # fmt: skip
         always = frozenset(self.blocks)
-        for segment in _layers(program):
-            self._apply(segment, always)
-        program.deduplicate()
+        for group in program.groups():
+            if group[0].kind == "layer":
+                self._tag(group[0].graph, always)
         notes = [f"{' + '.join(self.blocks) or 'nothing'} in every layer"]
         if self.memory_budget is not None:
             notes += self._fit(program, parse_bytes(self.memory_budget), always)
         tagged = sum(_is_tagged(node) for segment in _layers(program) for node in segment.graph.graph.nodes)
         return self.report(tagged, *notes)
 
-    def _apply(self, segment: Segment, chosen: frozenset[str]) -> None:
-        """Gives a segment a graph of its own with the tags of the chosen blocks."""
-        segment.graph = copy_graph(segment.graph)
-        for node in segment.graph.graph.nodes:
+    def _tag(self, graph: fx.GraphModule, chosen: frozenset[str]) -> fx.GraphModule:
+        """Steps 2 to 4 on one layer's graph, which is returned."""
+        for node in graph.graph.nodes:
             if node.op == "call_function":
                 node.meta.pop("recompute", None)
                 policy = self._policy(node, chosen)
                 if policy is not None:
                     node.meta["recompute"] = policy
                     node.meta["ac_graph_id"] = 0
+        return graph
 
     def _policy(self, node: fx.Node, chosen: frozenset[str]) -> CheckpointPolicy | None:
         if not chosen:
@@ -92,23 +90,25 @@ class CheckpointActivations(Pass):
     def _fit(self, program: Program, budget: int, always: frozenset[str]) -> list[str]:
         """Step 5, one stage after the other."""
         notes, marks = [], gradient_marks(program)
-        for stage in range(len(program.stage_ranks)):
+        for stage, rank in enumerate(program.stage_ranks):
+            share = budget // program.stage_ranks.count(rank)  # of a rank's virtual stages each has an equal one
             segments = [s for s in program.segments if s.kind != "const" and s.stage == stage]
             chosen = {index: always for index, segment in enumerate(segments) if segment.kind == "layer"}
             memories = [segment_memory(program, segment, marks[id(segment.graph)]) for segment in segments]
             before = peak(program, stage, memories)
             for step in self._steps(program, segments, marks, always):
-                if peak(program, stage, memories) <= budget:
+                if peak(program, stage, memories) <= share:
                     break
                 chosen[step.segment], memories[step.segment] = step.blocks, step.memory
             after = peak(program, stage, memories)
-            if after > budget:
+            if after > share:
                 raise PassError(
                     f"memory_budget={self.memory_budget!r}: stage {stage} holds {_mib(after)} of activations even with "
                     "every block checkpointed: raise the budget, lower micro_batch_size, or use more stages"
                 )
             for index, blocks in chosen.items():
-                self._apply(segments[index], blocks)
+                if blocks != always:
+                    segments[index].graph = self._tag(copy_graph(segments[index].graph), blocks)
             words = [" + ".join(sorted(blocks)) or "nothing" for blocks in chosen.values()]
             counts = ", ".join(f"{words.count(word)} x {word}" for word in dict.fromkeys(words))
             notes.append(f"stage {stage}: {_mib(before)} -> {_mib(after)}: {counts or 'no layers'}")
@@ -135,8 +135,7 @@ class CheckpointActivations(Pass):
         """The choices of one layer worth taking, each with the cost of going there from the one before."""
         measured = {}
         for blocks in {frozenset(extra) | always for extra in _subsets(get_args(Block))}:
-            trial = replace(segment)
-            self._apply(trial, blocks)
+            trial = replace(segment, graph=self._tag(copy_graph(segment.graph), blocks))
             measured[blocks] = segment_memory(program, trial, marks)
         ladder: list[_Step] = []
         at = always

@@ -26,14 +26,18 @@ def _captured(kind: str, layers: int, inputs: tuple[str, ...], settings: tuple[t
 
 def captured(kind: str, layers: int = 2, inputs: tuple[str, ...] = (), **settings: object) -> Program:
     """A program of a small model to run passes on; the caller may change it. settings: of the model."""
-    shared = _captured(kind, layers, inputs, tuple(sorted(settings.items())))
-    copies = {id(segment.graph): copy_graph(segment.graph) for segment in shared.segments}
+    return copy_of(_captured(kind, layers, inputs, tuple(sorted(settings.items()))))
+
+
+def copy_of(program: Program) -> Program:
+    """A program that may be changed; segments that share a graph share a copy of it."""
+    copies = {id(segment.graph): copy_graph(segment.graph) for segment in program.segments}
     return replace(
-        shared,
-        segments=[replace(segment, graph=copies[id(segment.graph)]) for segment in shared.segments],
-        parameters=dict(shared.parameters),
-        outputs=dict(shared.outputs),
-        constants=dict(shared.constants),
+        program,
+        segments=[replace(segment, graph=copies[id(segment.graph)]) for segment in program.segments],
+        parameters=dict(program.parameters),
+        outputs=dict(program.outputs),
+        constants=dict(program.constants),
         history=[],
     )
 

@@ -12,7 +12,9 @@ from tests.models.twins import relative_error
 from tests.ranks import Ranks
 
 TOLERANCE = 1e-5
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
+MOE, DENSE = ["olmoe", "idle"], ["olmo"]
+LAYOUTS = [(MOE, 1, 1), (MOE, 1, 2), (MOE, 2, 2), (MOE, 1, 4), (DENSE, 2, 2)]
+MORE_LAYOUTS = [(MOE, 2, 1), (MOE, 4, 1), (DENSE, 1, 1), (DENSE, 2, 1), (DENSE, 1, 2), (DENSE, 1, 4), (DENSE, 4, 1)]
 SETTINGS = [{"sharding": sharding, "zero": zero} for sharding in ("epso", "so", "none") for zero in (1, 2)]
 
 
@@ -49,8 +51,9 @@ def assert_tensors_equal(what: str, found: dict[str, Tensor], wanted: dict[str, 
         assert error <= TOLERANCE, f"{what} of {name}: {error}"
 
 
-@pytest.mark.parametrize("kinds", [["olmoe", "idle"], ["olmo"]], ids=["moe", "dense"])
-@pytest.mark.parametrize(("dp", "ep"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("kinds", "dp", "ep"), LAYOUTS + [pytest.param(*layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS]
+)
 def test_training_equals_one_process(ranks: Ranks, kinds: list[str], dp: int, ep: int) -> None:
     """idle: ranks 2 and 3 of ep=4, rank 1 of ep=2 get no token for their experts."""
     (results, *_) = ranks.run(dp * ep, train, kinds, dp, ep, SETTINGS, {})
@@ -67,7 +70,7 @@ def test_training_equals_one_process(ranks: Ranks, kinds: list[str], dp: int, ep
     [
         (2, 2, {"dispatch": "alltoall"}, False),
         pytest.param(1, 4, {"dispatch": "alltoall", "expert_rows": "exact"}, False, marks=pytest.mark.slow),
-        (1, 4, {"dispatch": "alltoall", "expert_rows": 0.5}, True),
+        pytest.param(1, 4, {"dispatch": "alltoall", "expert_rows": 0.5}, True, marks=pytest.mark.slow),
         (1, 4, {"expert_rows": 0.5}, True),
     ],
 )

@@ -1,5 +1,6 @@
 """Every pipeline trains as one process does, under every schedule and together with the other dimensions."""
 
+import math
 from typing import Any
 
 import pytest
@@ -43,22 +44,37 @@ def assert_all_equal(results: list[tuple[str, dict[str, Any], Result]]) -> None:
             raise AssertionError(f"{kind}, {options}: {error}") from None
 
 
-@pytest.mark.parametrize("kinds", [["olmoe", "idle"], ["olmo"]], ids=["moe", "dense"])
+MOE, DENSE = ["olmoe", "idle"], ["olmo"]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "options"),
+    ("kinds", "sizes", "options"),
     [
-        ({"pp": 2}, [GPIPE, ONE_F_ONE_B, INTERLEAVED]),
-        ({"pp": 4}, [GPIPE, ONE_F_ONE_B]),
-        ({"pp": 2, "dp": 2}, [ONE_F_ONE_B, INTERLEAVED]),
-        ({"pp": 2, "ep": 2}, [ONE_F_ONE_B, INTERLEAVED]),
+        (MOE, {"pp": 2}, [GPIPE, ONE_F_ONE_B, INTERLEAVED]),
+        (MOE, {"pp": 4}, [GPIPE, ONE_F_ONE_B]),
+        (MOE, {"pp": 2, "ep": 2}, [ONE_F_ONE_B, INTERLEAVED]),
+        (DENSE, {"pp": 2, "dp": 2}, [ONE_F_ONE_B, INTERLEAVED]),
+        pytest.param(MOE, {"pp": 2, "dp": 2}, [ONE_F_ONE_B, INTERLEAVED], marks=pytest.mark.slow),
+        pytest.param(MOE, {"pp": 2, "dp": 2, "ep": 2}, [GPIPE], marks=pytest.mark.slow),
+        pytest.param(DENSE, {"pp": 2}, [GPIPE, ONE_F_ONE_B, INTERLEAVED], marks=pytest.mark.slow),
+        pytest.param(DENSE, {"pp": 4}, [GPIPE, ONE_F_ONE_B], marks=pytest.mark.slow),
     ],
-    ids=["pp2", "pp4", "pp2-dp2", "pp2-ep2"],
+    ids=[
+        "moe-pp2",
+        "moe-pp4",
+        "moe-pp2-ep2",
+        "dense-pp2-dp2",
+        "moe-pp2-dp2",
+        "moe-pp2-dp2-ep2",
+        "dense-pp2",
+        "dense-pp4",
+    ],
 )
 def test_training_equals_one_process(
     ranks: Ranks, kinds: list[str], sizes: dict[str, int], options: list[dict[str, Any]]
 ) -> None:
     settings = [{"sharding": "epso"}, {"sharding": "epso", "zero": 2}, {"sharding": "none"}]
-    count = sizes["pp"] * sizes.get("dp", 1) * sizes.get("ep", 1)
+    count = math.prod(sizes.values())
     (results, *_) = ranks.run(count, train, sizes, kinds, options, settings)
     assert len(results) == len(kinds) * len(options)
     assert_all_equal(results)

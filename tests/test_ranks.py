@@ -144,7 +144,9 @@ def divide_other_model(kind: str, sizes: dict[str, int], **options: Any) -> dict
     return {"loss": abs(float(step.loss) / (sum(losses) / 2) - 1), **errors}
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("Mixtral", "Qwen3-MoE")), "DeepSeek-V3"]
+)
 def test_other_models_are_divided_too(ranks: Ranks, kind: str) -> None:
     """DeepSeek-V3's first layer is dense: a rank's layers differ, and the order of collectives stays one."""
     for errors in ranks.run(2, divide_other_model, kind, {}):
