@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from optimus_compiler.passes.base import Pass, PassError, PassReport
-from optimus_compiler.passes.rewrite import insert, where
+from optimus_compiler.passes.rewrite import ancestors, insert, where
 from optimus_compiler.program import Program, Segment
 
 aten = torch.ops.aten
@@ -75,12 +75,7 @@ def _set_arguments(node: fx.Node, mask: fx.Node | None, is_causal: bool) -> None
 def _evaluate(segment: Segment, mask: fx.Node, constants: dict[str, Tensor]) -> Tensor | None:
     """The value of a mask in one segment; None where it depends on more than constants."""
     names = dict(zip(segment.placeholders(), (*segment.parameters, *segment.inputs), strict=True))
-    needed, pending = {mask}, [mask]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                pending.append(source)
+    needed = ancestors(mask)
     sources = [node for node in needed if node.op == "placeholder"]
     if any(names[node] not in constants for node in sources):
         return None

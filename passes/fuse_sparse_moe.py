@@ -11,7 +11,7 @@ from torch import fx
 
 from optimus_compiler.passes.base import Pass, PassError, PassReport
 from optimus_compiler.passes.expert_region import ExpertRegion, Roles, computes_gated_mlp
-from optimus_compiler.passes.rewrite import insert, module_paths, tensor_of, unpack
+from optimus_compiler.passes.rewrite import ancestors, insert, module_paths, tensor_of, unpack
 from optimus_compiler.program import ParameterSpec, Program, Segment, Source
 
 aten = torch.ops.aten
@@ -107,18 +107,7 @@ def _after_choice(segment: Segment, path: str) -> set[fx.Node]:
             after.add(node)
     # the sum over experts ends the region: a shared expert may be added to it
     last_sum = next((n for n in reversed(block) if n in after and n.target in SUMS), None)
-    return after & _ancestors(last_sum) if last_sum else after
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and everything it depends on."""
-    found, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                pending.append(source)
-    return found
+    return after & ancestors(last_sum) if last_sum else after
 
 
 def _absorb_feeders(segment: Segment, path: str, nodes: set[fx.Node]) -> None:

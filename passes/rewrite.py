@@ -57,6 +57,17 @@ def is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
 
 
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and everything it depends on."""
+    found, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
 def chooses_experts(linear: fx.Node, steps: int = 12) -> bool:
     """Whether a linear makes the scores that experts are chosen by (or, under forced routing, weighted by)."""
     frontier = {linear} if linear.target is aten.linear.default else set()

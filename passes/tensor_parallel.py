@@ -10,6 +10,7 @@ from torch import fx
 from optimus_compiler.passes.base import Pass, PassError, PassReport
 from optimus_compiler.passes.rewrite import (
     CASTS,
+    ancestors,
     chooses_experts,
     insert,
     is_pointwise,
@@ -216,7 +217,7 @@ def _projection(operand: Any, sdpa: fx.Node) -> fx.Node:
 
 def _divide_norm(divided: _Divided, linear: fx.Node, operand: fx.Node, width: int) -> None:
     """What works on the full width of queries or keys before they are split into heads."""
-    needed = _ancestors(operand)
+    needed = ancestors(operand)
     pending, seen = list(linear.users), {linear}
     while pending:
         node = pending.pop()
@@ -379,13 +380,3 @@ def _gather_logits(divided: _Divided) -> None:
     results = list(segment.results())
     results[position] = whole
     output.args = (tuple(results),)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                pending.append(source)
-    return found
