@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import optimus_compiler as optimus
-from tests.layouts import Result, batches, compile_small, layout_run, own_rows, small_model
+from tests.layouts import B, Result, batches, compile_small, layout_run, own_rows, small_model
 from tests.ranks import Ranks
 from tests.test_layouts import assert_equal, expected
 
@@ -23,6 +23,11 @@ def train(
     results: list[tuple[str, dict[str, Any], Result]] = []
     for each in options:
         compiled = compile_small(kinds[0], mesh, **each)
+        if mesh.pp > 1:
+            with pytest.raises(
+                RuntimeError, match="of which this one has only its stages: call train_step or eval_step"
+            ):
+                compiled(ids[:B], labels[:B])
         for kind in kinds:
             start = small_model(kind).state_dict()
             compiled.load_state_dict(start)

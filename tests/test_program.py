@@ -8,7 +8,7 @@ from torch import Tensor
 
 import optimus_compiler as optimus
 from optimus_compiler.graphs import copy_graph
-from optimus_compiler.passes import PassError
+from optimus_compiler.passes import Canonicalise, PassError, PassPipeline
 from optimus_compiler.program import ParameterSpec, Program, ProgramError, Segment, Source
 from tests.models.twins import olmoe_config, ours
 from tests.passes.small import rand, small_program
@@ -173,3 +173,15 @@ def test_a_mesh_that_does_not_fit_the_job_is_refused() -> None:
         optimus.Mesh(ep=0)
     with pytest.raises(PassError, match="1f1b on pp=2 needs at least 2 micro-batches a step and there are 1"):
         optimus.compile(ours(olmoe_config()), optimus.Mesh.abstract(pp=2), sequence_length=8)
+
+
+def test_a_pipeline_needs_stages_and_no_check() -> None:
+    mesh = optimus.Mesh.abstract(pp=2)
+    with pytest.raises(ValueError, match="check=True runs the whole model and the mesh has pp=2: check with pp=1"):
+        optimus.compile(ours(olmoe_config()), mesh, sequence_length=8, check=True)
+    with pytest.raises(
+        ValueError, match="sequence_parallel=True divides sequences over tp ranks and the mesh has tp=1"
+    ):
+        optimus.compile(ours(olmoe_config()), mesh, sequence_length=8, sequence_parallel=True)
+    with pytest.raises(ValueError, match="the mesh has pp=2 and the passes leave one stage: add SplitPipeline"):
+        optimus.compile(ours(olmoe_config()), mesh, sequence_length=8, passes=PassPipeline((Canonicalise(),)))

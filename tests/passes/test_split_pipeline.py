@@ -9,6 +9,8 @@ import torch
 from torch.distributed.pipelining import schedules
 
 import optimus_compiler as optimus
+from optimus_compiler.cost import parameter_count
+from optimus_compiler.explain import explain
 from optimus_compiler.passes import PassError, PassOptions, default_passes
 from optimus_compiler.passes.pipeline_schedule import check_schedule, in_flight, stage_ranks
 from optimus_compiler.passes.split_pipeline import balanced_cuts
@@ -141,3 +143,21 @@ def torch_order(kind: Any, ranks: int, virtual_stages: int, micro_batches: int) 
     stages = [SimpleNamespace(stage_index=i * ranks, num_stages=ranks * virtual_stages, group_size=ranks, group_rank=0,
                               is_last=False, submod=None) for i in range(virtual_stages)]  # fmt: skip
     return dict(kind(stages if virtual_stages > 1 else stages[0], micro_batches).pipeline_order)
+
+
+def test_explain_says_what_each_stage_does() -> None:
+    """Layers, parameters, operations, memory with the micro-batches in flight, collectives."""
+    program = captured("olmoe", layers=3)
+    program.mesh = optimus.Mesh.abstract(pp=2, ep=2, tp=2)
+    pipeline = default_passes(program.mesh, PassOptions(micro_batches=4))
+    pipeline.run(program)
+    rows = [line.split("  ") for line in explain(program, pipeline).splitlines() if " in flight)" in line]
+    first, last = ([cell.strip() for cell in row if cell.strip()] for row in rows)
+    assert (first[:2], last[:2]) == (["0", "0"], ["1", "1"])
+    assert first[2].startswith("embed, 0")
+    assert last[2].endswith(", head")
+    parameters = sum(int(row[3].replace(",", "")) for row in (first, last))
+    assert parameters == sum(parameter_count(program, segment) for segment in program.segments)
+    assert first[5].endswith("MiB (2 in flight)")
+    assert last[5].endswith("MiB (1 in flight)")
+    assert all("all_gather_into_tensor ep: " in row[6] and "all_reduce tp: " in row[6] for row in (first, last))
