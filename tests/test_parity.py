@@ -28,7 +28,7 @@ MOE_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", MOE_CASES)
-@pytest.mark.parametrize("form", ["ours", "transformers"])
+@pytest.mark.parametrize("form", [pytest.param("ours", marks=pytest.mark.slow), "transformers"])
 def test_moe_gradients_equal_transformers(form: str, case: str) -> None:
     model, reference = twins(olmoe_config(**MOE_CASES[case]))
     ids, labels = random_ids(V, 2, 13)  # 26 tokens: not divisible by 8

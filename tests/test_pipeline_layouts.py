@@ -85,7 +85,7 @@ def test_training_equals_one_process(
     assert_all_equal(results)
 
 
-@pytest.mark.parametrize("kind", ["tied-olmoe", "tied-olmo"])
+@pytest.mark.parametrize("kind", [pytest.param("tied-olmoe", marks=pytest.mark.slow), "tied-olmo"])
 def test_tied_embeddings_are_on_two_stages_and_count_once(ranks: Ranks, kind: str) -> None:
     """Their gradient is the sum of both stages', in the gradient norm once, and both copies stay the same weight."""
     for sizes, settings in (({"pp": 2}, {"sharding": "epso"}), ({"pp": 2, "dp": 2}, {"sharding": "epso", "zero": 2})):

@@ -191,9 +191,8 @@ def bf16_losses(dp: int, ep: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("dp", "ep"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dp", "ep"), [(2, 2), (2, 1), (1, 2)])
 def test_bf16_reduction_follows_one_process(ranks: Ranks, dp: int, ep: int) -> None:
     """Rounding in another order, for 50 steps, stays within BF16_LOSS."""
     (alone, *_) = ranks.run(1, bf16_losses, 1, 1)

@@ -31,8 +31,6 @@ def test_meshes_reproduce_the_curve_of_one_process(ranks: Ranks, tiny: Path, tmp
     curves = {}
     for name, world, mesh in [
         ("one", 1, []),
-        ("dp", 2, ["mesh.dp=2"]),
-        ("ep", 2, ["mesh.ep=2"]),
         ("both", 4, ["mesh.dp=2", "mesh.ep=2", "optimizer.zero=2"]),
         ("pp", 4, ["mesh.pp=2", "mesh.ep=2", 'activation_checkpointing.blocks=["moe"]']),
         ("tp", 4, ["mesh.tp=2", "mesh.dp=2", "mesh.sequence_parallel=true"]),

@@ -202,7 +202,7 @@ def test_shapes_beyond_two_to_the_31_elements() -> None:
         assert reduce_outputs(y_RH, indexed[1], indexed[0]).shape == (2**18, 4096)
 
 
-@both
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
 def test_rows_and_tables_past_two_to_the_31_elements_are_addressed(kernels: Kernels) -> None:
     """The pages of a huge empty tensor take no memory until they are touched: only the last rows and expert are."""
     block = make_block(T=3, K=1, E=2, H=32, width=16, dtype=torch.bfloat16, indices_TK=torch.tensor([[0], [1], [1]]))
