@@ -5,18 +5,19 @@ backend aot_eager, which runs the graphs as they are; Inductor's fusion needs le
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import FlopCounterMode
 
+from optimus_compiler.cost import flop_counter
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import gradient_marks, trace
 from optimus_compiler.program import Program, Segment
+from optimus_compiler.runtime.kernels.linear_logsumexp import PIECE
 
 ops = torch.ops.optimus
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -33,7 +34,7 @@ class SegmentMemory:
 
 
 def parse_bytes(text: str) -> int:
-    """ "8 GiB" -> 8589934592. Raises ValueError for what is not a positive number and a unit."""
+    """The bytes of "8 GiB" or "512 MiB". Raises ValueError for what is not a positive number and a unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     size = float(match[1]) * UNITS.get(match[2], 0) if match else 0
     if size < 1:
@@ -52,8 +53,8 @@ def peak(program: Program, stage: int, segments: Sequence[SegmentMemory]) -> int
     """Bytes at the worst moment of a step, from those of a stage's segments in order.
 
     That is when the last of the micro-batches in flight is being computed: all others keep what all segments save, it
-    keeps what the segments before the current one save, and the current one needs most beyond that. torch's stages
-    have a buffer for every micro-batch that they receive.
+    keeps what the segments before the current one save, and the current one needs most beyond that. Not counted: the
+    buffers in which torch's stages receive, which stay from step to step.
     """
     total = sum(segment.saved for segment in segments)
     before = worst = 0
@@ -69,7 +70,8 @@ _known: dict[tuple[str, tuple[bool, ...], tuple[int, ...]], SegmentMemory] = {} 
 def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) -> SegmentMemory:
     """What one segment needs; marks: which of its placeholders need gradients. Equal segments are traced once."""
     there = _there_anyway(program, segment)
-    if (segment.key, marks, there) not in _known:
+    known = (segment.key, marks, there)
+    if known not in _known:
         forward, backward = trace(copy_graph(segment.graph), segment.placeholders(), marks)
         placeholders = list(forward.graph.find_nodes(op="placeholder"))
         external = _storages([placeholders[i] for i in there])
@@ -80,9 +82,9 @@ def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) 
             held = list(backward.graph.find_nodes(op="placeholder"))
             tangents = [node for node in held if "tangents" in node.name]
             in_backward = _most_alive(backward, _storages(held)) + sum(_sized(tangents).values())
-            flops = _flops(program, backward)
-        _known[segment.key, marks, there] = SegmentMemory(sum(kept.values()), in_forward, in_backward, flops)
-    return _known[segment.key, marks, there]
+            flops = _flops(program, segment, backward)
+        _known[known] = SegmentMemory(sum(kept.values()), in_forward, in_backward, flops)
+    return _known[known]
 
 
 def _there_anyway(program: Program, segment: Segment) -> tuple[int, ...]:
@@ -90,12 +92,6 @@ def _there_anyway(program: Program, segment: Segment) -> tuple[int, ...]:
     made = {name for other in program.segments if other.kind != "const" for name in other.outputs}
     names = (*segment.parameters, *segment.inputs)
     return tuple(index for index, name in enumerate(names) if name not in made)
-
-
-def _graphs(
-    program: Program, segment: Segment, marks: tuple[bool, ...]
-) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    return trace(copy_graph(segment.graph), segment.placeholders(), marks)
 
 
 def _most_alive(graph: fx.GraphModule, external: set[Any]) -> int:
@@ -122,7 +118,7 @@ def _scratch(node: fx.Node) -> int:
         dy_RH, x_TH = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
         return dy_RH.numel() * dy_RH.element_size() + x_TH.numel() * x_TH.element_size()
     if node.target in (ops.linear_logsumexp.default, ops.linear_logsumexp_backward.default):
-        return 2 * 4 * 2**24  # two pieces of logits, linear_logsumexp.PIECE each
+        return 2 * 4 * PIECE  # two pieces of logits in fp32
     return 0
 
 
@@ -141,14 +137,9 @@ def _sized(nodes: Sequence[Any]) -> dict[Any, int]:
     return {StorageWeakRef(value.untyped_storage()): value.untyped_storage().nbytes() for value in _tensors(nodes)}
 
 
-def _flops(program: Program, graph: fx.GraphModule) -> int:
-    def experts(x: Any, weights: Any, gate_up: Sequence[int], *rest: Any, **_: Any) -> int:
-        rows = rest[1][0]
-        return 2 * rows * (gate_up[1] + 1) * gate_up[2] * gate_up[3]
-
-    counted: dict[Any, Callable[..., int]] = {ops.grouped_mlp: experts}
-    with program.fake_mode, FlopCounterMode(display=False, custom_mapping=counted) as counter:
+def _flops(program: Program, segment: Segment, backward: fx.GraphModule) -> int:
+    with program.fake_mode, flop_counter(program, segment) as counter:
         inputs = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-                  for value in _tensors(list(graph.graph.find_nodes(op="placeholder")))]  # fmt: skip
-        fx.Interpreter(graph).run(*inputs)
+                  for value in _tensors(list(backward.graph.find_nodes(op="placeholder")))]  # fmt: skip
+        fx.Interpreter(backward).run(*inputs)
     return counter.get_total_flops()

@@ -98,6 +98,9 @@ class CompiledModel(nn.Module):
                 device=self.device,
                 backward=self._backward,
             )
+        self._total_shapes = {
+            role: program.example(program.outputs[role]).shape for role in TRAINING if role in program.outputs
+        } | {"overflows": torch.Size()}
         self._original = [model] if check else []  # in a list: not a submodule
         self._watched = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -302,9 +305,7 @@ class CompiledModel(nn.Module):
 
         Ranks of pp whose stages make an output not add zeros; those of tp have equal ones.
         """
-        program, mesh = self.program, self.program.mesh
-        shapes = {role: program.example(program.outputs[role]).shape for role in TRAINING if role in program.outputs}
-        shapes["overflows"] = torch.Size()
+        mesh, shapes = self.program.mesh, self._total_shapes
         flat = torch.cat([totals.get(role, torch.zeros(shape, device=self.device)).reshape(-1)
                           for role, shape in shapes.items()])  # fmt: skip
         flat = all_reduce(flat, mesh.group(*DIMENSIONS)) / mesh.tp

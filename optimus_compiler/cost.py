@@ -13,12 +13,22 @@ from optimus_compiler.verify import propagate
 ops = torch.ops.optimus
 
 
-def forward_flops(program: Program, segment: Segment) -> int:
-    """Floating-point operations of one micro-batch's forward on one rank: its matrix products and attention.
+def forward_flops(program: Program) -> dict[int, int]:
+    """Floating-point operations of one micro-batch's forward on one rank, for each distinct graph (by id).
 
-    A multiplication with its addition counts 2. Experts count the rows of an even share (tokens * choices), not those
-    of their buffers. Backward costs twice as much.
+    Matrix products and attention; a multiplication with its addition counts 2. Backward costs twice as much.
     """
+    found = {}
+    for group in program.groups():
+        with flop_counter(program, group[0]) as counter:
+            propagate(program, group[0])
+        found[id(group[0].graph)] = counter.get_total_flops()
+    return found
+
+
+def flop_counter(program: Program, segment: Segment) -> FlopCounterMode:
+    """torch's counter, with our operations in a segment's forward: experts count the rows of an even share, tokens *
+    choices, not those of their buffers."""
     rows = _rows_a_rank(program, segment)
 
     def experts(x: Sequence[int], weights: Sequence[int], gate_up: Sequence[int], *_: Any, **__: Any) -> int:
@@ -28,10 +38,7 @@ def forward_flops(program: Program, segment: Segment) -> int:
     def head(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * x[0] * weight[0] * weight[1]
 
-    counted = {ops.grouped_mlp: experts, ops.linear_logsumexp: head}
-    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
-        propagate(program, segment)
-    return counter.get_total_flops()
+    return FlopCounterMode(display=False, custom_mapping={ops.grouped_mlp: experts, ops.linear_logsumexp: head})
 
 
 def parameter_count(program: Program, segment: Segment) -> int:

@@ -24,6 +24,7 @@ def explain(program: Program, pipeline: PassPipeline, graphs: bool = False) -> s
         [_row(program, group) for group in program.groups()],
     )
     lines.append("")
+    flops_of = forward_flops(program)
     lines += _table(
         [
             "stage",
@@ -34,7 +35,7 @@ def explain(program: Program, pipeline: PassPipeline, graphs: bool = False) -> s
             "activations",
             "collectives a micro-batch",
         ],
-        [_stage_row(program, stage) for stage in range(len(program.stage_ranks))],
+        [_stage_row(program, stage, flops_of) for stage in range(len(program.stage_ranks))],
     )
     lines += ["", *program.verify()]
     if graphs:
@@ -68,10 +69,10 @@ def _row(program: Program, group: list[Segment]) -> list[object]:
     ]
 
 
-def _stage_row(program: Program, stage: int) -> list[object]:
+def _stage_row(program: Program, stage: int, flops_of: dict[int, int]) -> list[object]:
     """What one rank of a stage has to do; forward and backward of a micro-batch, activations at their most."""
     segments = [segment for segment in program.segments if segment.kind != "const" and segment.stage == stage]
-    flops = sum(forward_flops(program, segment) for segment in segments)
+    flops = sum(flops_of[id(segment.graph)] for segment in segments)
     activations = activation_bytes(program, stage)
     return [
         stage,

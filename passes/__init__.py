@@ -37,19 +37,19 @@ class PassOptions:
 
 def default_passes(mesh: Mesh, options: PassOptions) -> PassPipeline:
     """The passes that compile runs, in order. Insert, drop or write your own: PassPipeline((*passes, MyPass()))."""
-    o = options
+    stages = (options.schedule, options.micro_batches, options.virtual_stages, options.stage_boundaries)
+    recomputed = (options.activation_checkpointing, options.memory_budget, options.keep_gathered)
     return PassPipeline((
         Canonicalise(),
         CausalMask(),
         FuseSparseMoE(),
         FuseLoss(),
-        *([ForceUniformRouting()] if o.force_uniform_routing else []),
-        *([ExpertParallel(o.expert_rows, o.dispatch)] if mesh.ep > 1 else []),
-        *([TensorParallel(o.sequence_parallel)] if mesh.tp > 1 else []),
+        *([ForceUniformRouting()] if options.force_uniform_routing else []),
+        *([ExpertParallel(options.expert_rows, options.dispatch)] if mesh.ep > 1 else []),
+        *([TensorParallel(options.sequence_parallel)] if mesh.tp > 1 else []),
         WidenProducts(),
-        *([SplitPipeline(o.schedule, o.micro_batches, o.virtual_stages, o.stage_boundaries)] if mesh.pp > 1 else []),
-        *([CheckpointActivations(o.activation_checkpointing, o.memory_budget, o.keep_gathered)]
-          if o.activation_checkpointing or o.memory_budget else []),
+        *([SplitPipeline(*stages)] if mesh.pp > 1 else []),
+        *([CheckpointActivations(*recomputed)] if options.activation_checkpointing or options.memory_budget else []),
         ShardOptimizer(),
     ))  # fmt: skip
 

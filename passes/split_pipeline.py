@@ -75,8 +75,8 @@ def _given_starts(boundaries: tuple[int, ...], layers: list[int], stages: int) -
 
 
 def _costs(program: Program, chain: list[Segment]) -> list[float]:
-    """Step 1; equal segments are looked at once."""
-    flops_of = {id(segment.graph): forward_flops(program, segment) for segment in chain}
+    """Step 1."""
+    flops_of = forward_flops(program)
     flops = [flops_of[id(segment.graph)] for segment in chain]
     parameters = [parameter_count(program, segment) for segment in chain]
     return [f / max(1, sum(flops)) / 2 + p / max(1, sum(parameters)) / 2

@@ -53,7 +53,7 @@ class TensorParallel(Pass):
         if tp == 1:
             return self.report(0, "tp is 1: every rank holds all weights")
         blocks: list[str] = []
-        whole: set[str] = set()  # values between segments of which a rank has a part only, under sequence parallelism
+        parts: set[str] = set()  # values between segments of which a rank has its tokens only (sequence_parallel)
         for group in program.groups():
             divided = _Divided(program, group)
             found = [*_attentions(divided), *_mlps(divided), *_experts(divided), *_vocabulary(divided)]
@@ -62,7 +62,7 @@ class TensorParallel(Pass):
             if group[0].kind == "head":
                 _gather_logits(divided)
             if self.sequence_parallel:
-                divide_sequence(program, group, divided.sums, whole)
+                divide_sequence(program, group, divided.sums, parts)
             blocks += found * len(group)
         if not blocks:
             raise PassError(
@@ -125,13 +125,11 @@ class _Divided:
 
     def sum_after(self, node: fx.Node) -> fx.Node:
         """All readers of a node take its sum over the ranks."""
-        users = list(node.users)
         with self.graph.inserting_after(node):
             reduced = self.add(c10d.all_reduce.default, node, "sum", "tp", like=node)
         with self.graph.inserting_after(reduced):
             total = self.add(c10d.wait_tensor.default, reduced, like=node)
-        for user in users:
-            user.replace_input_with(node, total)
+        node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not reduced)
         self.sums.append(total)
         return total
 
@@ -142,11 +140,9 @@ class _Divided:
         linear.args = linear.args[:2]
         total = self.sum_after(linear)
         if isinstance(bias, fx.Node):
-            users = list(total.users)
             with self.graph.inserting_after(total):
                 biased = self.add(aten.add.Tensor, total, bias, like=linear)
-            for user in users:
-                user.replace_input_with(total, biased)
+            total.replace_all_uses_with(biased, delete_user_cb=lambda user: user is not biased)
             self.sharded.add(bias)  # replicated, and meant to be
 
     def first(self, local: int, like: fx.Node) -> fx.Node:

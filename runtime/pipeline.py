@@ -22,7 +22,7 @@ class RunStage(Protocol):
 
 
 class Pipeline:
-    """The stages of this rank. `step` and `evaluate` run a step's micro-batches through all ranks of pp."""
+    """The stages of this rank. `step` runs a step's micro-batches through all ranks of pp."""
 
     def __init__(
         self,
