@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.captured import share_captures
 from tests.ranks import ranks  # noqa: F401  a fixture
 from tests.tiny_run import write_config, write_data
 
 torch.set_num_threads(1)
+share_captures()
 
 RANK_TESTS = (
     "tests/test_layouts.py",

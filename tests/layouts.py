@@ -1,18 +1,13 @@
 """Training a small model in one process and under a mesh: the same micro-batches, and what both must agree on."""
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import optimus_compiler as optimus
-from optimus_compiler.capture import capture
 from optimus_compiler.models import ModelConfig
-from optimus_compiler.program import Program
-from tests.captured import copy_of
 from tests.models.twins import olmo_config, olmoe_config, ours, twins
 
 MICRO_BATCHES, B, S, V = 4, 2, 16, 64
@@ -93,28 +88,17 @@ def reference_run(model: nn.Module) -> Result:
     return result
 
 
-_captures: dict[tuple[str, tuple[str, ...]], Program] = {}
-
-
 def compile_small(kind: str, mesh: optimus.Mesh, **options: Any) -> optimus.CompiledModel:
-    """Compiled for this layout. Each process captures a model once: layouts differ in what comes after that."""
+    """Compiled for this layout."""
     options.setdefault("backend", "aot_eager")
-    key = (kind, options.get("inputs", ()))
-
-    def capture_once(*arguments: Any, **keywords: Any) -> Program:
-        if key not in _captures:
-            _captures[key] = capture(*arguments, **keywords)
-        return copy_of(_captures[key])
-
-    with mock.patch.object(sys.modules["optimus_compiler.compile"], "capture", capture_once):
-        return optimus.compile(
-            small_model(kind),
-            mesh,
-            sequence_length=S,
-            micro_batch_size=B,
-            micro_batches=MICRO_BATCHES // mesh.size_of("dp", "ep"),
-            **options,
-        )
+    return optimus.compile(
+        small_model(kind),
+        mesh,
+        sequence_length=S,
+        micro_batch_size=B,
+        micro_batches=MICRO_BATCHES // mesh.size_of("dp", "ep"),
+        **options,
+    )
 
 
 def own_rows(values: Tensor, mesh: optimus.Mesh) -> Tensor:

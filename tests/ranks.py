@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.captured import share_captures
+
 LARGEST = 16
 SECONDS = 240  # after which a test is taken to hang
 
@@ -80,6 +82,7 @@ def _start() -> tuple[Any, Connection]:
 
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    share_captures()
     while True:
         try:
             rank, count, store, task = pipe.recv()
