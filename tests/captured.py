@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,17 +18,12 @@ B, S, V = 2, 8, 96
 OURS = ("optimus_compiler.models.", "torch.nn.")
 
 
-@cache
-def _captured(kind: str, layers: int, inputs: tuple[str, ...], settings: tuple[tuple[str, object], ...]) -> Program:
-    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": 32, "vocab_size": V, **dict(settings)}
-    with torch.device("meta"):
-        model = ours(olmoe_config(num_experts=8, **sizes) if kind == "olmoe" else olmo_config(**sizes))
-    return capture(model, sequence_length=S, micro_batch_size=B, inputs=("input_ids", "labels", *inputs))
-
-
 def captured(kind: str, layers: int = 2, inputs: tuple[str, ...] = (), **settings: object) -> Program:
     """A program of a small model to run passes on; the caller may change it. settings: of the model."""
-    return copy_of(_captured(kind, layers, inputs, tuple(sorted(settings.items()))))
+    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": 32, "vocab_size": V, **settings}
+    with torch.device("meta"):
+        model = ours(olmoe_config(num_experts=8, **sizes) if kind == "olmoe" else olmo_config(**sizes))
+    return capture_once(model, sequence_length=S, micro_batch_size=B, inputs=("input_ids", "labels", *inputs))
 
 
 def copy_of(program: Program) -> Program:
@@ -45,19 +39,22 @@ def copy_of(program: Program) -> Program:
     )
 
 
+_seen: dict[tuple[object, ...], Program] = {}
+
+
+def capture_once(model: nn.Module, **settings: Any) -> Program:
+    """capture, but models of ours that are equal in all that it reads are captured once in this process."""
+    if any(not type(m).__module__.startswith(OURS) or "forward" in vars(m) for m in model.modules()):
+        return capture(model, **settings)
+    weights = [(n, p.shape, p.dtype, p.device, p.requires_grad) for n, p in model.named_parameters()]
+    key = (type(model), repr(model), repr(model.config), *weights, *sorted(settings.items()))
+    if key not in _seen:
+        _seen[key] = capture(model, **settings)
+    return copy_of(_seen[key])
+
+
 def share_captures() -> None:
-    """Lets optimus.compile, in this process, capture models of ours that are equal in all that a capture reads once."""
-    seen: dict[tuple[object, ...], Program] = {}
-
-    def capture_once(model: nn.Module, **settings: Any) -> Program:
-        if any(not type(m).__module__.startswith(OURS) or "forward" in vars(m) for m in model.modules()):
-            return capture(model, **settings)
-        weights = [(n, p.shape, p.dtype, p.device, p.requires_grad) for n, p in model.named_parameters()]
-        key = (type(model), repr(model), repr(model.config), *weights, *sorted(settings.items()))
-        if key not in seen:
-            seen[key] = capture(model, **settings)
-        return copy_of(seen[key])
-
+    """Lets optimus.compile use capture_once in this process."""
     sys.modules["optimus_compiler.compile"].capture = capture_once  # type: ignore[attr-defined]
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import fx, nn
 
 import optimus_compiler as optimus
-from optimus_compiler.capture import capture
 from optimus_compiler.passes import ExpertParallel, PassError, PassOptions, PassPipeline, default_passes
 from optimus_compiler.program import Program
+from tests.captured import capture_once
 from tests.models.twins import olmo_config, olmoe_config, ours
 
 EP, K, HIDDEN = 2, 2, 24
@@ -17,7 +17,7 @@ TOKENS = 2 * 8
 
 
 def lowered(model: nn.Module, mesh: optimus.Mesh, **options: Any) -> Program:
-    program = capture(model, sequence_length=8, micro_batch_size=2)
+    program = capture_once(model, sequence_length=8, micro_batch_size=2)
     program.mesh = mesh
     default_passes(mesh, PassOptions(**options)).run(program)
     return program
@@ -98,7 +98,7 @@ def test_a_dense_model_uses_ep_ranks_for_data() -> None:
 
 
 def test_one_rank_of_ep_keeps_all_experts() -> None:
-    program = capture(ours(olmoe_config()), sequence_length=8)
+    program = capture_once(ours(olmoe_config()), sequence_length=8)
     default_passes(program.mesh, PassOptions()).run(program)
     before = program.node_count()
     report = ExpertParallel().run(program)
@@ -113,7 +113,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 
 
 def test_an_unfused_router_is_refused() -> None:
-    program = capture(ours(olmoe_config()), sequence_length=8)
+    program = capture_once(ours(olmoe_config()), sequence_length=8)
     program.mesh = optimus.Mesh.abstract(ep=2)
     with pytest.raises(PassError, match=r"has no index_tokens.*run FuseSparseMoE before it"):
         ExpertParallel().run(program)

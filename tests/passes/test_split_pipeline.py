@@ -21,7 +21,7 @@ from tests.captured import captured
 def split(
     kind: str, pp: int, layers: int = 2, inputs: tuple[str, ...] = (), tied: bool = False, **options: Any
 ) -> Program:
-    program = captured(kind, layers, inputs, **({"tie_word_embeddings": True} if tied else {}))
+    program = captured(kind, layers, inputs, tie_word_embeddings=tied)
     program.mesh = optimus.Mesh.abstract(pp=pp)
     default_passes(program.mesh, PassOptions(**{"micro_batches": 8, **options})).run(program)
     return program
