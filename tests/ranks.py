@@ -92,6 +92,7 @@ def _work(pipe: Connection) -> None:
         try:
             if count > 1:
                 dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
+                dist.barrier()  # a rank that is done at once must not leave while others still connect to it
             function, arguments = torch.load(io.BytesIO(task), weights_only=False)
             payload = (True, _pack(function(*arguments)))
         except BaseException:
