@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin
 
@@ -116,6 +116,11 @@ class DecoderConfig:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json, which transformers 4 and 5 and `from_dict` read."""
+        name = type(self).__name__.replace("Config", "ForCausalLM")
+        return {"architectures": [name], "model_type": self.model_type, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

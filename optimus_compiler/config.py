@@ -86,12 +86,25 @@ class ActivationCheckpointingSection(Section):
     keep_gathered: bool = False
 
 
+class KeepPersistent(Section):
+    """Which checkpoints of weights alone stay: the `last` ones (0: all), and all of steps that `every` divides."""
+
+    last: Count = 0
+    every: Count = 0  # 0: none beyond the last
+
+
 class CheckpointSection(Section):
-    every: Count = 0  # steps; 0: never
-    persistent_every: Count = 0
-    keep_persistent: Count = 0  # 0: all
+    every: Count = 1000  # steps between full checkpoints; 0: none
+    persistent_every: Count = 0  # steps between checkpoints of weights alone; 0: none
+    keep_persistent: Count | KeepPersistent = 0  # n: the last n (0: all); {last = n, every = k}
     asynchronous: bool = Field(default=False, alias="async")
-    scattered: bool = False
+    scattered: bool = False  # model-parallel shard m is written by dp index m mod dp, not always by 0
+    transfer: Literal["broadcast", "all_reduce"] = "broadcast"  # how weights reach the replicas when one has read them
+
+    def retention(self) -> KeepPersistent:
+        """Which checkpoints of weights alone stay."""
+        keep = self.keep_persistent
+        return KeepPersistent(last=keep) if isinstance(keep, int) else keep
 
 
 class ResilienceSection(Section):
@@ -152,13 +165,7 @@ class ResolvedConfig(Config):
 
 # Keys whose work this version cannot do yet: any value but the default is refused, never ignored.
 _NOT_YET = {
-    "model.init": "weights can only be drawn at random",
     "data.validation_path": "there is no evaluation during training",
-    "checkpoint.every": "checkpoints are not written",
-    "checkpoint.persistent_every": "checkpoints are not written",
-    "checkpoint.keep_persistent": "checkpoints are not written",
-    "checkpoint.async": "checkpoints are not written",
-    "checkpoint.scattered": "checkpoints are not written",
     "resilience.heartbeat_timeout": "runs are not supervised",
     "resilience.max_restarts": "runs are not supervised",
     "resilience.loss_spike_sigma": "runs are not supervised",
@@ -179,10 +186,12 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     values = _read_toml(source)
     for override in overrides:
         _apply_override(values, override)
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_describe(error)}") from None
+    return _validated(values, str(source))
+
+
+def parse_config(text: str, source: str) -> Config:
+    """The configuration in TOML text; `source` names it in the message of a ConfigError."""
+    return _validated(_parse_toml(text, source), source)
 
 
 def bundled_configs() -> list[str]:
@@ -192,10 +201,10 @@ def bundled_configs() -> list[str]:
 
 def refuse_unsupported(config: Config) -> None:
     """Raise ConfigError, naming the key, when the run asks for something that this version cannot do."""
-    tables, defaults = _tables(config), _tables(Config(model=ModelSection(name=""), train=config.train))
+    values, defaults = tables(config), tables(Config(model=ModelSection(name=""), train=config.train))
     for key, limit in _NOT_YET.items():
         section, name = key.split(".")
-        value = tables[section][name]
+        value = values[section][name]
         if value != defaults[section][name]:
             raise ConfigError(f"{key} = {_toml(value)} is not possible in this version ({limit}): remove the key")
 
@@ -238,15 +247,30 @@ def resolve(config: Config, *, context_length: int) -> ResolvedConfig:
 def to_toml(config: Config) -> str:
     """The configuration as TOML text that `load_config` reads back to an equal one; unset keys are left out."""
     lines: list[str] = []
-    for section, table in _tables(config).items():
+    for section, table in tables(config).items():
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
 
 
-def _tables(config: Config) -> dict[str, dict[str, Any]]:
+def tables(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as plain tables of keys, by the names of the file."""
     return config.model_dump(by_alias=True)
+
+
+def _validated(values: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_describe(error)}") from None
+
+
+def _parse_toml(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
 
 
 def _bundle() -> Any:
@@ -264,10 +288,7 @@ def _read_toml(source: str | Path) -> dict[str, Any]:
         known = ", ".join(bundled_configs())
         hint = f"did you mean {nearest[0]}?" if nearest else f"give a TOML file, or one of {known}"
         raise ConfigError(f"{source} is neither a file nor a bundled configuration: {hint}")
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    return _parse_toml(text, str(source))
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -299,14 +320,19 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{key} is missing: add it, or pass --set {key}=..."
     if first["type"] == "extra_forbidden":
-        return f"{key} is not a known key{_nearest_key(path)}"
+        return f"{key} is not a known key{nearest_key(path)}"
     return f"{key} = {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
-def _nearest_key(path: list[str]) -> str:
+def known_keys() -> list[str]:
+    """Every key of a configuration, as section.key."""
+    return [f"{name}.{key}" for name, info in Config.model_fields.items() for key in _aliases(info.annotation)]
+
+
+def nearest_key(path: list[str]) -> str:
     """A hint: the closest name in the same table, or the same name in another table."""
     sections = {name: set(_aliases(info.annotation)) for name, info in Config.model_fields.items()}
-    if len(path) == 1:
+    if len(path) == 1 or path[0] not in sections:
         nearest = get_close_matches(path[0], sections, n=1)
         return f": did you mean {nearest[0]}?" if nearest else f": the tables are {', '.join(sections)}"
     section, key = path

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from optimus_compiler.mesh import DIMENSIONS, Mesh
 
 Transfer = Literal["broadcast", "all_reduce"]
+T = TypeVar("T")
 
 
 def reduce_scatter(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -45,8 +46,10 @@ def add_from_peers(tensor: Tensor, ranks: list[int], group: dist.ProcessGroup | 
 
 
 @contextmanager
-def together(mesh: Mesh) -> Iterator[None]:
-    """A block that fails on every rank when it fails on one: nobody waits for a rank that gave up.
+def together(mesh: Mesh, *names: str) -> Iterator[None]:
+    """A block that fails on every rank of a group when it fails on one: nobody waits for a rank that gave up.
+
+    names: the dimensions of the group, by default all.
 
     The rank that failed raises its own error, the others a RuntimeError that names it.
     """
@@ -55,13 +58,32 @@ def together(mesh: Mesh) -> Iterator[None]:
         yield
     except Exception as error:
         fault = error
-    failed = torch.zeros(mesh.size, dtype=torch.int32, device=mesh.device)
-    failed[mesh.rank] = fault is not None
-    ranks = all_reduce(failed, mesh.group(*DIMENSIONS)).nonzero().flatten().tolist()
+    names = names or DIMENSIONS
+    failed = torch.zeros(mesh.size_of(*names), dtype=torch.int32, device=mesh.device)
+    failed[mesh.index_in(*names)] = fault is not None
+    indices = all_reduce(failed, mesh.group(*names)).nonzero().flatten().tolist()
     if fault is not None:
         raise fault
-    if ranks:
-        raise RuntimeError(f"rank {ranks[0]} failed: its own message says why")
+    if indices:
+        raise RuntimeError(f"rank {mesh.ranks_in(*names)[indices[0]]} failed: its own message says why")
+
+
+def from_first(value: T, group: dist.ProcessGroup | None) -> T:
+    """Rank 0's value, on every rank of a group that has it."""
+    if group is None:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0, group=group)
+    return held[0]
+
+
+def from_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's value, in the order of the group's ranks, on all of them."""
+    if group is None:
+        return [value]
+    held: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(held, value, group=group)
+    return held
 
 
 def gather_shards(local: Tensor, placement: Mapping[str, int], mesh: Mesh) -> Tensor:

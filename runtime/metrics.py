@@ -36,6 +36,7 @@ class StepMetrics:
     data_wait: float  # time the step waited for its batch
     expert_load_max_over_mean: float | None  # None for a dense model
     seconds: float  # wall time of the step
+    checkpoint_stall: float = 0.0  # time that training waited for checkpoints before the step
 
     def to_json(self) -> str:
         """The line, without its newline."""

@@ -44,7 +44,7 @@ class BucketedModel(Protocol):
 
 
 @dataclass(frozen=True)
-class _Shard:
+class OwnedShard:
     """A bucket with the optimizer state of the slice that this rank owns: fp32, flat, laid out like the slice."""
 
     reduction: BucketReduction
@@ -129,14 +129,14 @@ class ShardedAdamW(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], defaults)
 
         group_of = {parameter: g for g, group in enumerate(self.param_groups) for parameter in group["params"]}
-        self._shards = [_shard(part, compiled, group_of) for part in self.reduction.parts]
-        for shard in self._shards:
+        self.shards = [_shard(part, compiled, group_of) for part in self.reduction.parts]
+        for shard in self.shards:
             for entry in shard.reduction.bucket.entries:
                 if entry.parameter.requires_grad:
                     self.state[entry.parameter] = shard.state_of(entry)
 
         self.steps_taken = 0
-        device = self._shards[0].exp_avg.device
+        device = self.shards[0].exp_avg.device
         self._step = torch.zeros((), dtype=torch.float32, device=device)  # the fused kernel reads the count here
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.reduction.finish()
         partial_norms = [
             _norm(shard.reduction.owned[start:stop])
-            for shard in self._shards
+            for shard in self.shards
             if shard.reduction.is_first_copy
             for _, start, stop in shard.chunks
         ]
@@ -171,13 +171,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         factor = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0) if clips else None
         self.steps_taken += 1
         self._step.fill_(self.steps_taken)
-        gathers = [self._update(shard, factor) for shard in self._shards]
+        gathers = [self._update(shard, factor) for shard in self.shards]
         for work in gathers:
             if work is not None:
                 work.wait()
         return norm
 
-    def _update(self, shard: _Shard, factor: Tensor | None) -> dist.Work | None:
+    def _update(self, shard: OwnedShard, factor: Tensor | None) -> dist.Work | None:
         """Updates the owned slice of a bucket and starts sending it to the others."""
         weights = shard.weights if shard.master is None else shard.master
         for g, start, stop in shard.chunks:
@@ -243,7 +243,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def full_state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of exp_avg, exp_avg_sq and, for bf16 weights, master: whole, by the model's names; a collective."""
         local: dict[str, dict[str, Tensor]] = {}
-        for shard in self._shards:
+        for shard in self.shards:
             for key, owned in shard.tensors().items():
                 whole = shard.reduction.gathered(owned)
                 named = {entry.name: entry.view(whole) for entry in shard.reduction.bucket.entries}
@@ -252,14 +252,14 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def memory_report(self) -> MemoryReport:
         """Bytes of weights, gradients, masters and moments, per bucket; print it for a table."""
-        return MemoryReport(tuple(_memory_of(shard) for shard in self._shards))
+        return MemoryReport(tuple(_memory_of(shard) for shard in self.shards))
 
     def _follow_loaded_weights(self) -> None:
         """Weights that were loaded since the last step become the masters, where those are not what was rounded to
         them: else the update would undo the loading."""
         if self._loads_seen != self._compiled.weight_loads:
             self._loads_seen = self._compiled.weight_loads
-            for shard in self._shards:
+            for shard in self.shards:
                 if shard.master is not None:
                     part = shard.reduction
                     loaded = self._compiled.fp32_weights(part.bucket, part.start_at, part.stop_at)
@@ -282,16 +282,16 @@ class ShardedAdamW(torch.optim.Optimizer):
                     )
 
 
-def _shard(part: BucketReduction, compiled: BucketedModel, group_of: Mapping[nn.Parameter, int]) -> _Shard:
+def _shard(part: BucketReduction, compiled: BucketedModel, group_of: Mapping[nn.Parameter, int]) -> OwnedShard:
     size, weights = part.stop_at - part.start_at, part.bucket.weights
     master = None
     if weights.dtype != torch.float32:
         master = compiled.fp32_weights(part.bucket, part.start_at, part.stop_at)
     exp_avg, exp_avg_sq = (weights.new_zeros(size, dtype=torch.float32) for _ in range(2))
-    return _Shard(part, master, exp_avg, exp_avg_sq, tuple(_chunks(part, group_of)))
+    return OwnedShard(part, master, exp_avg, exp_avg_sq, tuple(_chunks(part, group_of)))
 
 
-def _memory_of(shard: _Shard) -> BucketMemory:
+def _memory_of(shard: OwnedShard) -> BucketMemory:
     part = shard.reduction
     parameters = sum(entry.numel for entry in part.bucket.entries)
     gradients = part.bucket.gradients if part.keeps_whole else part.owned

@@ -106,6 +106,7 @@ class BucketReduction:
     def __init__(self, bucket: Bucket, mesh: Mesh, owners: tuple[str, ...]) -> None:
         rest = tuple(name for name in bucket.replicated if name not in owners)
         self.bucket = bucket
+        self.copied_over = rest  # dimensions whose ranks own the same slice
         self.shards = mesh.size_of(*owners)
         size = bucket.weights.numel() // self.shards
         self.start_at = mesh.index_in(*owners) * size

@@ -1,4 +1,4 @@
-"""Pretraining: check what the run needs, compile the model, then step through the data and write metrics."""
+"""Pretraining: compile the model of a run, continue from its checkpoint, step through the data, write metrics, save."""
 
 from __future__ import annotations
 
@@ -7,104 +7,35 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus_compiler.compile import compile
 from optimus_compiler.compiled import CompiledModel, StepOutput
-from optimus_compiler.config import (
-    Config,
-    ConfigError,
-    ModelSection,
-    ResolvedConfig,
-    refuse_unsupported,
-    resolve,
-    to_toml,
-)
-from optimus_compiler.layout import check_layout, micro_batches
-from optimus_compiler.mesh import Mesh
-from optimus_compiler.models import ModelConfig, build, from_hf, from_name
-from optimus_compiler.passes import PassOptions
-from optimus_compiler.runtime.collectives import together
-from optimus_compiler.runtime.data.dataset import PreparedData
+from optimus_compiler.config import ResolvedConfig, to_toml
+from optimus_compiler.mesh import DIMENSIONS, Mesh
+from optimus_compiler.models import ModelConfig
+from optimus_compiler.runtime.checkpoint.contents import parameter_table
+from optimus_compiler.runtime.checkpoint.load import StoredTensors, load_masters, load_moments, load_weights
+from optimus_compiler.runtime.checkpoint.manifest import CheckpointManifest, Kind, Progress, StoredFile
+from optimus_compiler.runtime.checkpoint.saver import CheckpointSaver
+from optimus_compiler.runtime.collectives import all_reduce
 from optimus_compiler.runtime.data.loader import DataLoader
+from optimus_compiler.runtime.data.sample_index import Position
+from optimus_compiler.runtime.initial_weights import initial_weights
 from optimus_compiler.runtime.metrics import METRICS, StepMetrics, flops_per_token, peak_flops, peak_memory
 from optimus_compiler.runtime.optimizer import ShardedAdamW
+from optimus_compiler.runtime.run import DTYPES, Run, pass_options, plain_model
 from optimus_compiler.runtime.schedule import learning_rate
+from optimus_compiler.runtime.stop_request import StopRequest
 
-CONFIG = "config.toml"
 PROFILED_STEP = 3  # the first compiles, the second still fills caches
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RunFailedError(RuntimeError):
     """A run that was in order when it started and could not go on; the message names the step."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that may start: everything has been checked, every default filled in, the directory written."""
-
-    config: ResolvedConfig
-    model_config: ModelConfig
-    data: PreparedData
-    directory: Path
-    mesh: Mesh
-
-
-def open_run(config: Config, directory: Path) -> Run:
-    """Check that `config` can run here and create `directory` with the resolved config.toml; every rank calls it.
-
-    Raises ValueError (one sentence) for anything the user has to change; nothing has been written then.
-    """
-    refuse_unsupported(config)
-    model_config = load_model_config(config.model)
-    check_layout(config, model_config)
-    mesh = open_mesh(config)
-    with together(mesh):
-        if config.data.path is None:
-            raise ConfigError(
-                "data.path is missing: add it, or pass --set data.path=DIR, a folder of `optimus prepare`"
-            )
-        data = PreparedData.open(config.data.path, rank=mesh.rank, ranks=mesh.size)
-        resolved = resolve(config, context_length=data.context_length)
-        _check_data(resolved, model_config, data)
-        if (directory / METRICS).exists() and (directory / METRICS).stat().st_size > 0:
-            raise ConfigError(
-                f"{directory} already holds a run: give another --output (resuming needs checkpoints, "
-                "which this version does not write)"
-            )
-    with together(mesh):
-        if mesh.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / CONFIG).write_text(to_toml(resolved), encoding="utf-8")
-    return Run(resolved, model_config, data, directory, mesh)
-
-
-def open_mesh(config: Config) -> Mesh:
-    """The mesh of the run, its processes connected; raises ValueError when it does not fit the processes of the job."""
-    return Mesh(pp=config.mesh.pp, dp=config.mesh.dp, ep=config.mesh.ep, tp=config.mesh.tp)
-
-
-def load_model_config(section: ModelSection) -> ModelConfig:
-    """The model that [model] describes: a Hugging Face folder, or a named variant, with the overrides applied."""
-    if not Path(section.name).is_dir():
-        return from_name(section.name, **section.overrides)
-    config = from_hf(section.name)
-    unknown = section.overrides.keys() - {field.name for field in fields(config)}
-    if unknown:
-        raise ConfigError(f"model.overrides: {section.name} has no setting {min(unknown)!r}")
-    return replace(config, **section.overrides)
-
-
-def plain_model(config: Config, model_config: ModelConfig) -> nn.Module:
-    """The Hugging Face-style model in the run's precision, on the meta device: shapes only, no memory."""
-    with torch.device("meta"):
-        return build(model_config).to(_DTYPES[config.train.precision])
 
 
 def compile_model(config: ResolvedConfig, model_config: ModelConfig, mesh: Mesh) -> CompiledModel:
@@ -123,37 +54,25 @@ def compile_model(config: ResolvedConfig, model_config: ModelConfig, mesh: Mesh)
     )
 
 
-def pass_options(config: Config) -> PassOptions:
-    """What a configuration asks of the passes."""
-    return PassOptions(
-        force_uniform_routing=config.train.force_uniform_routing,
-        dispatch=config.mesh.dispatch,
-        expert_rows=config.mesh.expert_rows,
-        sequence_parallel=config.mesh.sequence_parallel,
-        schedule=config.pipeline.schedule,
-        micro_batches=micro_batches(config),
-        virtual_stages=config.pipeline.virtual_stages,
-        stage_boundaries=None if config.pipeline.stage_boundaries is None else tuple(config.pipeline.stage_boundaries),
-        activation_checkpointing=tuple(config.activation_checkpointing.blocks),
-        memory_budget=config.activation_checkpointing.budget,
-        keep_gathered=config.activation_checkpointing.keep_gathered,
-    )
-
-
 def train(
-    run: Run, on_step: Callable[[StepMetrics], None] = lambda metrics: None, *, profile: bool = False
+    run: Run,
+    on_step: Callable[[StepMetrics], None] = lambda metrics: None,
+    *,
+    profile: bool = False,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> CompiledModel:
-    """Run every step of `run`; rank 0 writes one line of metrics each, and its `on_step` sees the same record.
+    """Run the steps of `run` that are left; rank 0 writes one line of metrics each, and its `on_step` sees the record.
 
-    profile: every rank writes what it did in step 3 to trace-rank<n>.json in the run directory, for chrome://tracing.
-    Returns the trained model. Raises RunFailedError for whatever stops the run; a non-finite loss or gradient does so
-    before it reaches the weights.
+    Checkpoints are saved as [checkpoint] says, and `say` told of them by rank 0. On SIGTERM, sent to any rank, the step
+    is finished, a full checkpoint saved, and train returns. profile: every rank writes what it did in step 3 to
+    trace-rank<n>.json in the run directory, for chrome://tracing. Returns the trained model. Raises RunFailedError for
+    whatever stops the run; a non-finite loss or gradient does so before it reaches the weights.
     """
     step = 0
     try:
-        with _compile_cache(run.directory):
+        with _compile_cache(run):
             compiled = compile_model(run.config, run.model_config, run.mesh)
-            for metrics in _steps(run, compiled, profile):
+            for metrics in _steps(run, compiled, profile, say):
                 step = metrics.step
                 if run.mesh.rank == 0:
                     on_step(metrics)
@@ -165,9 +84,10 @@ def train(
         raise RunFailedError(f"the run in {run.directory} stopped {where}: {type(error).__name__}: {error}") from error
 
 
-def _steps(run: Run, compiled: CompiledModel, profile: bool) -> Iterator[StepMetrics]:
+def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str], None]) -> Iterator[StepMetrics]:
     config, mesh = run.config, run.mesh
     optimizer = _optimizer(compiled, config)
+    progress = _restore(run, compiled, optimizer)
     device = compiled.device
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     tflops_per_step = flops_per_token(run.model_config, config.train.sequence_length) * tokens_per_step / 1e12
@@ -179,15 +99,21 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool) -> Iterator[StepMet
         rank=mesh.index_in("dp", "ep"),
         ranks=mesh.size_of("dp", "ep"),
         document_mask=config.data.document_mask,
+        position=Position(progress.epoch, progress.offset),
     )
-    with loader, _metrics_file(run) as log:
-        for step in range(config.train.steps):
+    saver = CheckpointSaver(run.folder, config.checkpoint, compiled, optimizer, _describer(run, compiled), say)
+    stalled = 0.0
+    with loader, saver, StopRequest() as stop, _metrics_file(run) as log:
+        for step in range(progress.step, config.train.steps):
             started = time.perf_counter()
             batch = loader.next()
             with _trace(run) if profile and step + 1 == PROFILED_STEP else nullcontext():
                 output = compiled.train_step(**{name: value.to(device) for name, value in batch.inputs().items()})
                 gradient_norm = optimizer.gradient_norm()
-                loss, ce_loss, aux_loss, norm, expert_load = _read(output, gradient_norm)
+                signals = _signals(mesh, stop.requested, saver.failed)
+                loss, ce_loss, aux_loss, norm, stopping, save_failed, expert_load = _read(
+                    output, gradient_norm, signals
+                )
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     raise RunFailedError(
                         f"step {step + 1}: the loss is {loss} and the gradient norm {norm}: stopped before the "
@@ -201,9 +127,17 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool) -> Iterator[StepMet
                 optimizer.zero_grad()
 
             seconds = time.perf_counter() - started
-            metrics = StepMetrics(
+            progress = Progress(
                 step=step + 1,
-                tokens=(step + 1) * tokens_per_step,
+                tokens=progress.tokens + tokens_per_step,
+                epoch=batch.position.epoch,
+                offset=batch.position.offset,
+                updates=optimizer.steps_taken,
+                random_state=_random_state(),
+            )
+            metrics = StepMetrics(
+                step=progress.step,
+                tokens=progress.tokens,
                 loss=loss,
                 ce_loss=ce_loss,
                 aux_loss=aux_loss,
@@ -216,15 +150,98 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool) -> Iterator[StepMet
                 data_wait=loader.waited,
                 expert_load_max_over_mean=expert_load,
                 seconds=seconds,
+                checkpoint_stall=stalled,
             )
-            log.write(metrics.to_json() + "\n")
+            log.write(metrics.to_json().encode() + b"\n")
             yield metrics
 
+            if save_failed:
+                saver.wait()  # raises on every rank
+            is_last = progress.step == config.train.steps
+            kinds: list[Kind] = ["full"] if stopping and not is_last else saver.due(progress.step, last=is_last)
+            if kinds and mesh.rank == 0:
+                os.fsync(log.fileno())  # no checkpoint is on the disk without the metrics before it
+            stalled = saver.save(kinds, progress)
+            if stopping and not is_last:
+                saver.wait()
+                if mesh.rank == 0:
+                    say(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
+                break
+        saver.wait()
 
-def _metrics_file(run: Run) -> TextIO:
-    """Where metrics go, a line a step, flushed; ranks other than 0 write nowhere."""
-    path = run.directory / METRICS if run.mesh.rank == 0 else Path(os.devnull)
-    return open(path, "w", encoding="utf-8", buffering=1)
+
+def _restore(run: Run, compiled: CompiledModel, optimizer: ShardedAdamW) -> Progress:
+    """Fills weights, masters and moments from where the run starts, and says how far that is."""
+    config, start = run.config, run.start
+    if start is None:
+        if config.model.init != "random":
+            source = initial_weights(config.model.init)
+            load_weights(compiled, source, config.checkpoint.transfer)
+            load_masters(compiled, optimizer, source)
+        return Progress(step=0, tokens=0, epoch=0, offset=0, updates=0, random_state=_random_state())
+    stored, progress = StoredTensors(start.path), start.manifest.progress
+    load_weights(compiled, stored, config.checkpoint.transfer)
+    load_masters(compiled, optimizer, stored)
+    if start.manifest.kind == "full":
+        load_moments(compiled, optimizer, stored)
+        optimizer.steps_taken = progress.updates
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(progress.random_state), dtype=torch.uint8))
+    # the optimizer counts its own updates, and clipping begins at a step of the run
+    optimizer.clip_after = max(0, optimizer.clip_after - (progress.step - optimizer.steps_taken))
+    return progress
+
+
+def _describer(run: Run, compiled: CompiledModel) -> Callable[..., CheckpointManifest]:
+    """What makes the manifest of this run's checkpoints."""
+    model = {
+        **run.model_config.to_hf(),
+        "eos_token_id": run.data.manifest.eos_id,
+        "torch_dtype": str(DTYPES[run.config.train.precision]).removeprefix("torch."),
+    }
+    config, data, table = to_toml(run.config), run.data.sha256, parameter_table(compiled.program)
+
+    def describe(kind: Kind, progress: Progress, number: int, files: dict[str, StoredFile]) -> CheckpointManifest:
+        return CheckpointManifest(
+            kind=kind,
+            number=number,
+            progress=progress,
+            config=config,
+            model=model,
+            data_sha256=data,
+            mesh=run.mesh.sizes(),
+            parameters=table,
+            files=files,
+        )
+
+    return describe
+
+
+def _random_state() -> str:
+    """torch's CPU generator. No step draws from it; what a pass of the user's draws goes on after a resume."""
+    return torch.get_rng_state().numpy().tobytes().hex()
+
+
+def _signals(mesh: Mesh, stop_requested: bool, save_failed: bool) -> Tensor:
+    """Whether any rank was asked to stop, and whether on any a save has failed: [2] fp32, above zero for yes.
+
+    All ranks get the same answer in the same step, so that none waits for one that has left.
+    """
+    signals = torch.zeros(2, device=mesh.device)
+    for index, signal in enumerate((stop_requested, save_failed)):
+        if signal:
+            signals[index] = 1
+    return all_reduce(signals, mesh.group(*DIMENSIONS))
+
+
+def _metrics_file(run: Run) -> BinaryIO:
+    """Where metrics go, a line a step, unbuffered, after what earlier starts wrote; ranks above 0 write nowhere."""
+    path = run.directory / METRICS
+    if run.mesh.rank > 0:
+        return open(os.devnull, "wb", buffering=0)
+    if path.exists():
+        lines, newline, _cut_short = path.read_bytes().rpartition(b"\n")
+        os.truncate(path, len(lines) + len(newline))
+    return open(path, "ab", buffering=0)
 
 
 @contextmanager
@@ -253,7 +270,7 @@ def _optimizer(compiled: CompiledModel, config: ResolvedConfig) -> ShardedAdamW:
         clip_after=settings.warmup_steps if settings.clip_after_warmup else 0,
         sharding=settings.sharding,
         zero=settings.zero,
-        reduce_dtype=_DTYPES[settings.reduce_dtype],
+        reduce_dtype=DTYPES[settings.reduce_dtype],
     )
 
 
@@ -268,37 +285,26 @@ def _schedule(config: ResolvedConfig, step: int) -> float:
     )
 
 
-def _read(output: StepOutput, gradient_norm: Tensor) -> tuple[float, float, float, float, float | None]:
-    """The numbers of a step in one read of the device: loss, ce loss, aux loss, gradient norm, expert load."""
-    values = [output.loss, output.ce_loss, output.aux_loss, gradient_norm]
+def _read(
+    output: StepOutput, gradient_norm: Tensor, signals: Tensor
+) -> tuple[float, float, float, float, float, float, float | None]:
+    """The numbers of a step in one read of the device: losses, gradient norm, the two signals, expert load."""
+    values = [output.loss, output.ce_loss, output.aux_loss, gradient_norm, *signals]
     counts_E = output.expert_counts
     if counts_E is not None:
         values.append(counts_E.max() / counts_E.mean())
-    loss, ce_loss, aux_loss, norm, *load = torch.stack(values).tolist()
-    return loss, ce_loss, aux_loss, norm, load[0] if load else None
-
-
-def _check_data(config: ResolvedConfig, model_config: ModelConfig, data: PreparedData) -> None:
-    if config.train.sequence_length != data.context_length:
-        raise ConfigError(
-            f"train.sequence_length is {config.train.sequence_length} and {config.data.path} was prepared with context "
-            f"length {data.context_length}: they must be equal"
-        )
-    if model_config.vocab_size < data.manifest.vocab_size:
-        raise ConfigError(
-            f"{config.model.name} has a vocabulary of {model_config.vocab_size} and {config.data.path} one of "
-            f"{data.manifest.vocab_size}: set model.overrides.vocab_size, or prepare with the model's tokenizer"
-        )
+    loss, ce_loss, aux_loss, norm, stopping, save_failed, *load = torch.stack(values).tolist()
+    return loss, ce_loss, aux_loss, norm, stopping, save_failed, load[0] if load else None
 
 
 @contextmanager
-def _compile_cache(directory: Path) -> Iterator[None]:
+def _compile_cache(run: Run) -> Iterator[None]:
     """Keep Inductor's artefacts with the run, unless the user has named a place for them."""
     variable = "TORCHINDUCTOR_CACHE_DIR"
     if variable in os.environ:
         yield
         return
-    os.environ[variable] = str((directory / "compile_cache").absolute())
+    os.environ[variable] = str((run.directory / "compile_cache").absolute())
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from optimus_compiler.config import ConfigError, load_config
 from optimus_compiler.layout import check_layout
-from optimus_compiler.runtime.trainer import load_model_config, open_run
+from optimus_compiler.runtime.run import load_model_config, open_run
 
 
 @pytest.mark.parametrize(

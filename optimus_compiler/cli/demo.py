@@ -70,7 +70,7 @@ def demo(
     from optimus_compiler.runtime.generate import sample
     from optimus_compiler.runtime.metrics import read_metrics
     from optimus_compiler.runtime.plot import plot_runs
-    from optimus_compiler.runtime.trainer import open_run
+    from optimus_compiler.runtime.run import open_run
 
     started = time.perf_counter()
     _make_folder(output)

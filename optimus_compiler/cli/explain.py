@@ -29,7 +29,7 @@ def explain(
     from optimus_compiler.layout import check_layout
     from optimus_compiler.mesh import Mesh
     from optimus_compiler.passes import default_passes
-    from optimus_compiler.runtime.trainer import load_model_config, pass_options, plain_model
+    from optimus_compiler.runtime.run import load_model_config, pass_options, plain_model
 
     settings = load_config(config, overrides or ())
     model_config = load_model_config(settings.model)

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from optimus_compiler.cli import checkpoint
 from optimus_compiler.cli.demo import demo
 from optimus_compiler.cli.explain import explain
+from optimus_compiler.cli.export import export
 from optimus_compiler.cli.import_optimus_data import import_optimus_data
 from optimus_compiler.cli.plot import plot
 from optimus_compiler.cli.prepare import prepare
@@ -25,8 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (prepare, import_optimus_data, pretrain, explain, plot, demo):
+for command in (prepare, import_optimus_data, pretrain, export, explain, plot, demo):
     app.command()(command)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

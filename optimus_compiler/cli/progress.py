@@ -19,7 +19,9 @@ class StepProgress:
     """
 
     def __init__(self, steps: int, *, every: int) -> None:
+        self.step = 0  # the last one shown
         self._steps = steps
+        self._first = 0
         self._every = every
         self._line: Progress | None = None
         if sys.stdout.isatty():
@@ -39,18 +41,28 @@ class StepProgress:
 
     def show(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
-        if metrics.step == 1:
-            self._first_step_ended = time.perf_counter()  # the first step compiles: it is no measure of the others
+        self.step = metrics.step
+        if not self._first:
+            # the first step compiles: it is no measure of the others
+            self._first, self._first_ended = metrics.step, time.perf_counter()
         line = describe(metrics, self._steps, self._seconds_left(metrics))
         if self._line is not None:
             self._line.update(self._task, completed=metrics.step, description=line)
-        elif metrics.step in (1, self._steps) or metrics.step % self._every == 0:
+        elif metrics.step in (self._first, self._steps) or metrics.step % self._every == 0:
             print(line, flush=True)
 
+    def say(self, sentence: str) -> None:
+        """Prints a line of its own."""
+        if self._line is not None:
+            self._line.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(sentence, flush=True)
+
     def _seconds_left(self, metrics: StepMetrics) -> float | None:
-        if metrics.step == 1:
+        if metrics.step == self._first:
             return None
-        return (time.perf_counter() - self._first_step_ended) / (metrics.step - 1) * (self._steps - metrics.step)
+        seconds = time.perf_counter() - self._first_ended
+        return seconds / (metrics.step - self._first) * (self._steps - metrics.step)
 
 
 def describe(metrics: StepMetrics, steps: int, seconds_left: float | None) -> str:

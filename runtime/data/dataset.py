@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from optimus_compiler.runtime.data.errors import DataError
-from optimus_compiler.runtime.data.files import npy_header, sha256_of
-from optimus_compiler.runtime.data.manifest import TOKENIZER, Manifest
+from optimus_compiler.runtime.data.files import npy_header
+from optimus_compiler.runtime.data.manifest import MANIFEST, TOKENIZER, Manifest
+from optimus_compiler.runtime.files import sha256_of
 
 OPEN_SHARDS = 64  # each holds a file descriptor
 
@@ -56,6 +57,11 @@ class PreparedData:
     def context_length(self) -> int:
         """Tokens in an instance."""
         return self.manifest.context_length
+
+    @property
+    def sha256(self) -> str:
+        """Of the manifest, and so of everything in the folder."""
+        return sha256_of(self.folder / MANIFEST)
 
     def __len__(self) -> int:
         """Instances in an epoch."""

@@ -1,40 +1,19 @@
-"""Files that appear whole or not at all and know their sha256, and int64 .npy vectors in pieces."""
+"""Whole files whose full disk is a DataError, and int64 .npy vectors in pieces."""
 
 import errno
-import hashlib
 import io
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus_compiler.runtime import files
 from optimus_compiler.runtime.data.errors import DataError
+from optimus_compiler.runtime.files import CHUNK_BYTES, HashingWriter
 
-CHUNK_BYTES = 1 << 23  # what is held in memory at a time
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class HashingWriter:
-    """Appends to an open file and keeps the sha256 of all that was written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._hash = hashlib.sha256()
-
-    def write(self, data: bytes | NDArray) -> None:
-        """Appends bytes, or the bytes of a C-contiguous array."""
-        raw = data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
-        self._file.write(raw)
-        self._hash.update(raw)
-
-    @property
-    def sha256(self) -> str:
-        """Of the bytes written so far."""
-        return self._hash.hexdigest()
 
 
 @contextmanager
@@ -43,15 +22,8 @@ def whole_file(path: Path) -> Iterator[HashingWriter]:
 
     Raises DataError that names `path` when the disk is full.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with disk_full_named(path), open(partial, "wb") as file:
-            yield HashingWriter(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with disk_full_named(path), files.whole_file(path) as file:
+        yield file
 
 
 @contextmanager
@@ -73,16 +45,6 @@ def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": shape})
     return header.getvalue()
-
-
-def sha256_of(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """The sha256 of a file's bytes; `on_bytes` is told how many were read since its last call."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            digest.update(data)
-            on_bytes(len(data))
-    return digest.hexdigest()
 
 
 def write_vector(path: Path, length: int, pieces: Iterable[NDArray[np.int64]]) -> str:

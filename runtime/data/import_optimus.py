@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus_compiler.runtime.data.errors import DataError
-from optimus_compiler.runtime.data.files import disk_full_named, npy_header, sha256_of, whole_file, write_vector
+from optimus_compiler.runtime.data.files import disk_full_named, npy_header, whole_file, write_vector
 from optimus_compiler.runtime.data.manifest import (
     DOCUMENT_ENDS,
     Counts,
@@ -22,6 +22,7 @@ from optimus_compiler.runtime.data.manifest import (
 from optimus_compiler.runtime.data.optimus_layout import IdFile, OptimusLayout
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.working_folder import LOCK, is_vacant, working_folder
+from optimus_compiler.runtime.files import sha256_of
 
 SEED = 42  # with which Optimus-LM draws its shuffling order
 MOST_COMPARED = 1 << 16  # instances of the shards that are compared with the token files

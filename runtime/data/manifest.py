@@ -1,16 +1,15 @@
 """The manifest of a prepared folder: what manifest.json holds, and how it is written and read."""
 
-import hashlib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.files import whole_file
+from optimus_compiler.runtime.records import SHA256, BrokenRecordError, Record, SealedRecord
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -19,14 +18,6 @@ BAD_DOCUMENTS = "bad_documents.jsonl"
 
 Tails = Literal["drop", "keep"]  # what becomes of tokens that do not fill an instance; keep: padded with EOS
 Documents = Literal["join", "separate"]  # what is cut into instances: a file's documents as one stream, or each alone
-SHA256 = Field(pattern="^[0-9a-f]{64}$")
-OWN_SHA256 = re.compile(rb',\n  "sha256": "[^"]*"(?=\s*}\s*\Z)')  # the last field of the file
-
-
-class Record(BaseModel):
-    """An immutable record that refuses unknown keys and does not convert types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Counts(Record):
@@ -82,7 +73,7 @@ class Recipe(Record):
     shard_tokens: int = Field(default=1 << 26, gt=0)  # most tokens in a shard
 
 
-class Manifest(Recipe):
+class Manifest(Recipe, SealedRecord):
     """Everything a reader must know of a prepared folder. Sources are in reading order, shards in stored order."""
 
     format: Literal["optimus-data"] = "optimus-data"
@@ -106,15 +97,10 @@ class Manifest(Recipe):
             raise ValueError("eos_id, vocab_size and dtype contradict each other")
         return self
 
-    def _file_bytes(self) -> bytes:
-        """The JSON of all fields, and in it, last, the sha256 of what it is without that."""
-        fields = self.model_dump_json(indent=2).encode() + b"\n"
-        return fields.removesuffix(b"\n}\n") + f',\n  "sha256": "{hashlib.sha256(fields).hexdigest()}"\n}}\n'.encode()
-
     def write(self, folder: Path) -> None:
-        """Writes manifest.json into `folder`. The text depends on the values alone: no time, no host."""
+        """Writes manifest.json into `folder`."""
         with whole_file(folder / MANIFEST) as file:
-            file.write(self._file_bytes())
+            file.write(self.sealed())
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
@@ -122,13 +108,7 @@ class Manifest(Recipe):
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not a prepared data folder (no {MANIFEST}): make one with `optimus prepare`")
-        data = path.read_bytes()
         try:
-            manifest = Manifest.model_validate_json(OWN_SHA256.sub(b"", data))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            where = ".".join(map(str, fault["loc"])) or "the file"
-            raise DataError(f"{path}: {where}: {fault['msg']}: prepare the data again") from error
-        if data != manifest._file_bytes():
-            raise DataError(f"{path} is not what was written (another sha256): restore it or prepare the data again")
-        return manifest
+            return Manifest.read_sealed(path)
+        except BrokenRecordError as error:
+            raise DataError(f"{error}: restore it or prepare the data again") from error

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.files import whole_file
-from optimus_compiler.runtime.data.manifest import Manifest, Recipe, Record, Source
+from optimus_compiler.runtime.data.manifest import Manifest, Recipe, Source
+from optimus_compiler.runtime.records import Record
 
 PLAN = "plan.json"
 MOST_WEIGHT = 1e6  # so that no count of instances can leave int64

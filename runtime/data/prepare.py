@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from optimus_compiler.runtime.data.documents import find_files
 from optimus_compiler.runtime.data.encode import Encoder
 from optimus_compiler.runtime.data.errors import DamagedInputError, DataError, counted
-from optimus_compiler.runtime.data.files import disk_full_named, read_vector, sha256_of, whole_file, write_vector
+from optimus_compiler.runtime.data.files import disk_full_named, read_vector, whole_file, write_vector
 from optimus_compiler.runtime.data.instances import CutFile, Instances
 from optimus_compiler.runtime.data.manifest import (
     BAD_DOCUMENTS,
@@ -32,6 +32,7 @@ from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, ends_file
 from optimus_compiler.runtime.data.workers import tokenise_files
 from optimus_compiler.runtime.data.working_folder import RESULT, SHARDS, TOKENS, begin, is_vacant, working_folder
+from optimus_compiler.runtime.files import sha256_of
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from optimus_compiler.runtime.data.documents import Document, LargeText, read_documents
 from optimus_compiler.runtime.data.encode import Encoder
 from optimus_compiler.runtime.data.errors import DamagedInputError
-from optimus_compiler.runtime.data.files import disk_full_named, sha256_of
+from optimus_compiler.runtime.data.files import disk_full_named
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, TokenWriter, ids_file
+from optimus_compiler.runtime.files import sha256_of
 
 PART = 1 << 18  # characters encoded at a time: the library keeps offsets and strings beside the ids
 LARGEST_WHOLE = 3 << 20  # most UTF-8 bytes without a place to cut: a byte can be a token, and a token take 200 bytes

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, ValidationError
 
-from optimus_compiler.runtime.data.files import npy_header, sha256_of, whole_file
-from optimus_compiler.runtime.data.manifest import SHA256, Record
+from optimus_compiler.runtime.data.files import npy_header, whole_file
+from optimus_compiler.runtime.files import sha256_of
+from optimus_compiler.runtime.records import SHA256, Record
 
 ENDS_HELD = 1 << 16  # document ends kept in memory before they are written
 

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from optimus_compiler.runtime.data.errors import DataError, counted
-from optimus_compiler.runtime.data.files import CHUNK_BYTES, read_vector, sha256_of
+from optimus_compiler.runtime.data.files import read_vector
 from optimus_compiler.runtime.data.instances import Units, cut, unweighted, weighted
 from optimus_compiler.runtime.data.manifest import TOKENIZER, Manifest, Shard, Source
+from optimus_compiler.runtime.files import CHUNK_BYTES, sha256_of
 
 CHUNK = 1 << 18  # instances looked up at a time
 OnBytes = Callable[[int], None]

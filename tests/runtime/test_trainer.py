@@ -21,8 +21,9 @@ from optimus_compiler.runtime import trainer
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.metrics import StepMetrics, read_metrics
 from optimus_compiler.runtime.optimizer import ShardedAdamW
+from optimus_compiler.runtime.run import load_model_config, open_run
 from optimus_compiler.runtime.schedule import learning_rate
-from optimus_compiler.runtime.trainer import RunFailedError, open_run, train
+from optimus_compiler.runtime.trainer import RunFailedError, train
 from tests.tiny_run import CONTEXT_LENGTH
 
 
@@ -127,7 +128,7 @@ def test_model_from_a_hugging_face_folder(tiny: Path, tmp_path: Path) -> None:
     run = open_run(load_config(tiny / "tiny.toml", [*base, f"data.path={tiny / 'data'}"]), tmp_path / "run")
     assert (run.model_config.hidden_size, run.model_config.num_experts) == (32, 8)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="has no setting 'num_expert'"):
-        trainer.load_model_config(load_config(tiny / "tiny.toml", [*base, "model.overrides.num_expert=3"]).model)
+        load_model_config(load_config(tiny / "tiny.toml", [*base, "model.overrides.num_expert=3"]).model)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 
 from optimus_compiler.config import load_config
 from optimus_compiler.runtime.metrics import METRICS, read_metrics
-from optimus_compiler.runtime.trainer import open_run, train
+from optimus_compiler.runtime.run import open_run
+from optimus_compiler.runtime.trainer import train
 from tests.ranks import Ranks
 from tests.tiny_run import write_config, write_data
 

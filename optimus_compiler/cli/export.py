@@ -1,0 +1,96 @@
+"""`optimus export`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from optimus_compiler.runtime.checkpoint.folder import Checkpoint
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step-N, or RUN: newest.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, or be empty.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json to add; default: that of the run's data.path.")
+    ] = None,
+    max_file_size: Annotated[str, typer.Option(help="Most weights in one file.")] = "5GB",
+) -> None:
+    """Write a checkpoint as a Hugging Face folder.
+
+    The folder has safetensors files with the published names, config.json and the tokenizer, as
+    transformers.OlmoeForCausalLM.from_pretrained loads them. Any layout exports the same bytes; memory is that of one
+    tensor.
+
+    \b
+    Example:
+      optimus export run/checkpoints/step-1000 exported
+      optimus export run exported --max-file-size 2GB
+    """
+    from optimus_compiler.cli.stages import StageProgress
+    from optimus_compiler.runtime.checkpoint.export import export as export_checkpoint
+    from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
+
+    source = _open(checkpoint)
+    file_bytes = _bytes(max_file_size)
+    found, eos = (tokenizer, None) if tokenizer else _tokenizer_of(source)
+    if tokenizer and not tokenizer.is_file():
+        raise CheckpointError(f"--tokenizer {tokenizer} does not exist: name a tokenizer.json")
+    with StageProgress() as progress:
+        total = sum(stored.bytes for stored in source.manifest.files.values())
+        read = 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal read
+            read += count
+            progress.show("verifying", read, total)
+
+        if (fault := source.manifest.fault(source.path, on_bytes=on_bytes)) is not None:
+            raise CheckpointError(f"{source.path} is damaged: {fault}: export another checkpoint")
+        export_checkpoint(source, output, tokenizer=found, eos=eos, file_bytes=file_bytes, progress=progress.show)
+    missing = "" if found else " (no tokenizer: the data of the run is not at its data.path; add one with --tokenizer)"
+    print(f"{output}: {source.path} as a Hugging Face folder{missing}")
+
+
+def _open(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or the newest whole one of the run there."""
+    from optimus_compiler.mesh import Mesh
+    from optimus_compiler.runtime.checkpoint.find import find_newest
+    from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder, open_checkpoint
+    from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
+
+    folder = CheckpointFolder(path)
+    if not folder.path.is_dir():
+        return open_checkpoint(path)
+    newest = find_newest(folder, Mesh.abstract(), print)
+    if newest is None:
+        raise CheckpointError(f"{folder.path} holds no whole checkpoint: `optimus checkpoint verify {path}` says why")
+    return newest
+
+
+def _tokenizer_of(source: Checkpoint) -> tuple[Path | None, str | None]:
+    """The tokenizer of the data that the run was trained on, and its end-of-text token, where they are still there."""
+    from optimus_compiler.config import parse_config
+    from optimus_compiler.runtime.data.errors import DataError
+    from optimus_compiler.runtime.data.manifest import TOKENIZER, Manifest
+
+    data = parse_config(source.manifest.config, str(source.path)).data.path
+    if data is None or not (Path(data) / TOKENIZER).is_file():
+        return None, None
+    try:
+        return Path(data) / TOKENIZER, Manifest.read(Path(data)).eos
+    except DataError:
+        return None, None
+
+
+def _bytes(text: str) -> int:
+    """Bytes of "5GB", "500MB" or "2GiB"."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
+    if match is None or not float(match[1]):
+        raise ValueError(f"--max-file-size {text!r} is no size: write for example 5GB or 500MB")
+    return int(float(match[1]) * units[match[2]])

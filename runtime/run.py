@@ -1,0 +1,209 @@
+"""A run before its first step: what its configuration means, checked; and where it continues from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from optimus_compiler.config import (
+    Config,
+    ConfigError,
+    ModelSection,
+    ResolvedConfig,
+    load_config,
+    parse_config,
+    refuse_unsupported,
+    resolve,
+    to_toml,
+)
+from optimus_compiler.layout import check_layout, micro_batches
+from optimus_compiler.mesh import Mesh
+from optimus_compiler.models import ModelConfig, build, from_hf, from_name
+from optimus_compiler.passes import PassOptions
+from optimus_compiler.runtime.checkpoint.find import find_newest, open_whole
+from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFolder
+from optimus_compiler.runtime.checkpoint.manifest import MANIFEST, CheckpointError
+from optimus_compiler.runtime.collectives import together
+from optimus_compiler.runtime.data.dataset import PreparedData
+from optimus_compiler.runtime.files import whole_file
+from optimus_compiler.runtime.initial_weights import check_initial_weights
+from optimus_compiler.runtime.metrics import METRICS
+from optimus_compiler.runtime.resume import keep_first_values, refuse_changes
+
+CONFIG = "config.toml"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that may start: everything has been checked, every default filled in, the directory written."""
+
+    config: ResolvedConfig
+    model_config: ModelConfig
+    data: PreparedData
+    directory: Path
+    mesh: Mesh
+    folder: CheckpointFolder
+    start: Checkpoint | None = None  # the checkpoint that it continues from
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps were taken before this start."""
+        return self.start.manifest.progress.step if self.start else 0
+
+
+def open_run(
+    config: Config,
+    directory: Path,
+    *,
+    allow_changed: Sequence[str] = (),
+    start_from: str | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Run:
+    """Check that `config` can run here and write the resolved config.toml to `directory`; every rank calls it.
+
+    Where `directory` holds checkpoints the run continues from the newest that is whole, or from the one that is named
+    `start_from` ("step-1000"); what would have been tried before that one is set aside then. A setting that alters
+    training must be what it was, unless `allow_changed` names its key. `say` is told by rank 0 what the user should
+    know. Raises ValueError (one sentence) for anything the user has to change; nothing has been written then.
+    """
+    refuse_unsupported(config)
+    first = _first_config(directory)
+    if first is not None:
+        config = keep_first_values(config, first)
+    model_config = load_model_config(config.model)
+    check_layout(config, model_config)
+    mesh = open_mesh(config)
+    say = say if mesh.rank == 0 else lambda sentence: None
+    with together(mesh):
+        if config.data.path is None:
+            raise ConfigError(
+                "data.path is missing: add it, or pass --set data.path=DIR, a folder of `optimus prepare`"
+            )
+        data = PreparedData.open(config.data.path, rank=mesh.rank, ranks=mesh.size)
+        resolved = resolve(config, context_length=data.context_length)
+        _check_data(resolved, model_config, data)
+    folder = CheckpointFolder(directory)
+    start = find_newest(folder, mesh, say) if start_from is None else open_whole(folder, start_from, mesh)
+    run = Run(resolved, model_config, data, directory, mesh, folder, start)
+    with together(mesh):
+        _check_start(run, first, allow_changed, say)
+        if start is None and resolved.model.init != "random":
+            check_initial_weights(resolved.model.init, model_config, mesh.rank, mesh.size)
+    with together(mesh):
+        if mesh.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            if start is not None and start_from is not None:
+                for path in folder.abandon_before(start):
+                    say(f"{path.name.removeprefix('abandoned-')} is set aside as {path}: delete it when you like")
+            with whole_file(directory / CONFIG) as file:
+                file.write(to_toml(resolved).encode())
+    return run
+
+
+def _first_config(directory: Path) -> Config | None:
+    """The configuration of an earlier start in this directory."""
+    if (directory / CONFIG).is_file():
+        return load_config(directory / CONFIG)
+    found = [each for each in CheckpointFolder(directory).found() if isinstance(each, Checkpoint)]
+    return parse_config(found[0].manifest.config, str(found[0].path / MANIFEST)) if found else None
+
+
+def _check_start(run: Run, first: Config | None, allow_changed: Sequence[str], say: Callable[[str], None]) -> None:
+    """Refuses a start that would not continue what the directory holds, and says from where it goes on."""
+    start, directory = run.start, run.directory
+    if start is not None:
+        manifest = start.manifest
+        before = parse_config(manifest.config, str(start.path / MANIFEST))
+        refuse_changes(
+            directory,
+            before,
+            run.config,
+            same_model=_without_eos(from_hf(manifest.model)) == _without_eos(run.model_config),
+            same_data=manifest.data_sha256 == run.data.sha256,
+            allowed=allow_changed,
+        )
+        fresh = "" if start.kind == "full" else ", which holds weights alone: the moments start from zero"
+        say(f"continuing after step {manifest.progress.step:,} from {start.path}{fresh}")
+        return
+    if damaged := run.folder.damaged:
+        raise CheckpointError(
+            f"{run.folder.path} holds no whole checkpoint, and {len(damaged)} damaged: restore one, or delete them to "
+            "start again from step 1"
+        )
+    if first is None or not _has_steps(directory):
+        return
+    if not (run.config.checkpoint.every or run.config.checkpoint.persistent_every):
+        raise ConfigError(
+            f"{directory} already holds a run, without checkpoints to continue it from: give another --output, or set "
+            "checkpoint.every to start it again"
+        )
+    same_model = load_model_config(first.model) == run.model_config
+    same_data = first.data.path == run.config.data.path
+    refuse_changes(directory, first, run.config, same_model=same_model, same_data=same_data, allowed=allow_changed)
+    say(f"{directory} holds a run that stopped before its first checkpoint: starting again from step 1")
+
+
+def _has_steps(directory: Path) -> bool:
+    return (directory / METRICS).exists() and (directory / METRICS).stat().st_size > 0
+
+
+def _without_eos(config: ModelConfig) -> ModelConfig:
+    """A checkpoint names the data's end-of-text token, which no computation depends on."""
+    return replace(config, eos_token_id=None)
+
+
+def open_mesh(config: Config) -> Mesh:
+    """The mesh of the run, its processes connected; raises ValueError when it does not fit the processes of the job."""
+    return Mesh(pp=config.mesh.pp, dp=config.mesh.dp, ep=config.mesh.ep, tp=config.mesh.tp)
+
+
+def load_model_config(section: ModelSection) -> ModelConfig:
+    """The model that [model] describes: a Hugging Face folder, or a named variant, with the overrides applied."""
+    if not Path(section.name).is_dir():
+        return from_name(section.name, **section.overrides)
+    config = from_hf(section.name)
+    unknown = section.overrides.keys() - {field.name for field in fields(config)}
+    if unknown:
+        raise ConfigError(f"model.overrides: {section.name} has no setting {min(unknown)!r}")
+    return replace(config, **section.overrides)
+
+
+def plain_model(config: Config, model_config: ModelConfig) -> nn.Module:
+    """The Hugging Face-style model in the run's precision, on the meta device: shapes only, no memory."""
+    with torch.device("meta"):
+        return build(model_config).to(DTYPES[config.train.precision])
+
+
+def pass_options(config: Config) -> PassOptions:
+    """What a configuration asks of the passes."""
+    return PassOptions(
+        force_uniform_routing=config.train.force_uniform_routing,
+        dispatch=config.mesh.dispatch,
+        expert_rows=config.mesh.expert_rows,
+        sequence_parallel=config.mesh.sequence_parallel,
+        schedule=config.pipeline.schedule,
+        micro_batches=micro_batches(config),
+        virtual_stages=config.pipeline.virtual_stages,
+        stage_boundaries=None if config.pipeline.stage_boundaries is None else tuple(config.pipeline.stage_boundaries),
+        activation_checkpointing=tuple(config.activation_checkpointing.blocks),
+        memory_budget=config.activation_checkpointing.budget,
+        keep_gathered=config.activation_checkpointing.keep_gathered,
+    )
+
+
+def _check_data(config: ResolvedConfig, model_config: ModelConfig, data: PreparedData) -> None:
+    if config.train.sequence_length != data.context_length:
+        raise ConfigError(
+            f"train.sequence_length is {config.train.sequence_length} and {config.data.path} was prepared with context "
+            f"length {data.context_length}: they must be equal"
+        )
+    if model_config.vocab_size < data.manifest.vocab_size:
+        raise ConfigError(
+            f"{config.model.name} has a vocabulary of {model_config.vocab_size} and {config.data.path} one of "
+            f"{data.manifest.vocab_size}: set model.overrides.vocab_size, or prepare with the model's tokenizer"
+        )
