@@ -27,10 +27,6 @@ class HashingWriter:
         self._hash.update(raw)
         return raw.nbytes
 
-    def flush(self) -> None:
-        """Hands what was written to the operating system."""
-        self._file.flush()
-
     def tell(self) -> int:
         """Bytes written so far, to a file that was empty."""
         return self._file.tell()

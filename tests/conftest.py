@@ -20,6 +20,8 @@ RANK_TESTS = (
     "tests/test_checkpointing.py",
     "tests/test_ranks.py",
     "tests/runtime/test_trainer_ranks.py",
+    "tests/runtime/test_resume_ranks.py",
+    "tests/runtime/checkpoint/test_layouts.py",
 )
 
 

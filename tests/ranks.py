@@ -70,9 +70,15 @@ class Ranks:
         self._workers = []
 
 
-def _start() -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
+def forkserver() -> Any:
+    """Starts processes that have imported torch and us already: once, for all of them."""
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["optimus_compiler", "torch._dynamo", "functorch.compile", "tests.layouts"])
+    return context
+
+
+def _start() -> tuple[Any, Connection]:
+    context = forkserver()
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs,), daemon=True)
     process.start()

@@ -10,7 +10,13 @@ from tests.byte_level import train_byte_level
 
 VOCABULARY = 300
 CONTEXT_LENGTH = 16
-TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
+
+
+def text_of(functions: int) -> str:
+    return "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(functions))
+
+
+TEXT = text_of(200)
 
 CONFIG = """\
 [model]
@@ -38,14 +44,14 @@ def write_tokenizer(path: Path) -> Path:
     return path
 
 
-def write_corpus(path: Path) -> Path:
-    path.write_text(json.dumps({"text": TEXT}) + "\n")
+def write_corpus(path: Path, text: str = TEXT) -> Path:
+    path.write_text(json.dumps({"text": text}) + "\n")
     return path
 
 
-def write_data(folder: Path) -> Path:
+def write_data(folder: Path, text: str = TEXT) -> Path:
     """Prepared data in `folder`/data, with the corpus and the tokenizer beside it."""
-    corpus, tokenizer = write_corpus(folder / "corpus.jsonl"), write_tokenizer(folder / "tokenizer.json")
+    corpus, tokenizer = write_corpus(folder / "corpus.jsonl", text), write_tokenizer(folder / "tokenizer.json")
     prepare([corpus], tokenizer=tokenizer, context_length=CONTEXT_LENGTH, output=folder / "data")
     return folder / "data"
 

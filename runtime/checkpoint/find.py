@@ -20,7 +20,7 @@ def find_newest(folder: CheckpointFolder, mesh: Mesh, say: Callable[[str], None]
     found, torn = from_first((found, torn), world)
     for path in torn:
         say(f"{path} was being written when the run stopped: it is not used")
-    for each in found:
+    for each in sorted(found, key=lambda each: isinstance(each, Checkpoint)):  # first those of unknown age
         fault = each.fault if isinstance(each, Unreadable) else fault_of(each, mesh)
         if isinstance(each, Checkpoint) and fault is None:
             return each

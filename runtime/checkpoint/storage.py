@@ -1,5 +1,6 @@
 """The files of a checkpoint: DCP's own format, written box by box to the disk, with checksums."""
 
+import io
 import warnings
 from pathlib import Path
 
@@ -40,12 +41,18 @@ class CheckedWriter(FileSystemWriter):
                 start = file.tell()
                 box = planner.resolve_data(item)
                 assert isinstance(box, torch.Tensor)
-                # a copy: of a view torch.save writes all of the flat tensor behind it
-                torch.save(box.detach().cpu().clone(), file)  # type: ignore[arg-type]
+                file.write(_saved(box))
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             self.files[name] = StoredFile(bytes=file.tell(), sha256=file.sha256)
         return written
+
+
+def _saved(box: torch.Tensor) -> memoryview:
+    """What torch.save writes of a box; in memory first, for it replaces errors of the disk by its own."""
+    buffer = io.BytesIO()
+    torch.save(box.detach().cpu().clone(), buffer)  # a copy: of a view it saves all of the flat tensor behind
+    return buffer.getbuffer()
 
 
 class CheckpointReader(FileSystemReader):
