@@ -15,18 +15,25 @@ def check_initial_weights(path: str, config: ModelConfig, rank: int, ranks: int)
     The files of a checkpoint are read through, file i by rank i mod `ranks`.
     """
     folder = Path(path)
-    if not (folder / MANIFEST).is_file():
-        HuggingFaceWeights(folder).check(config)
-        return
+    try:
+        if (folder / MANIFEST).is_file():
+            _check_checkpoint(folder, config, rank, ranks)
+        else:
+            HuggingFaceWeights(folder).check(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"model.init: {error}") from None
+
+
+def _check_checkpoint(folder: Path, config: ModelConfig, rank: int, ranks: int) -> None:
     manifest = open_checkpoint(folder).manifest
     if (fault := manifest.fault(folder, rank, ranks)) is not None:
-        raise CheckpointError(f"model.init = {path} is damaged: {fault}: choose another checkpoint")
+        raise CheckpointError(f"{folder} is damaged: {fault}: choose another checkpoint")
     theirs = from_hf(manifest.model)
     for name in ("model_type", *config.SIZES, "tie_word_embeddings", "attention_bias"):
         if getattr(theirs, name, None) != getattr(config, name):
             raise CheckpointError(
-                f"model.init = {path} is a model with {name} = {getattr(theirs, name, None)!r}, and this configuration "
-                f"has {getattr(config, name)!r}: change one of them"
+                f"{folder} is a model with {name} = {getattr(theirs, name, None)!r}, and this configuration has "
+                f"{getattr(config, name)!r}: change one of them"
             )
 
 

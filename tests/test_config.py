@@ -163,10 +163,7 @@ def test_contradictions_are_refused(minimal: Path, overrides: list[str], sentenc
 @pytest.mark.parametrize(
     "override",
     [
-        "model.init=/some/checkpoint",
         "data.validation_path=/some/dir",
-        "checkpoint.every=10",
-        "checkpoint.async=true",
         "resilience.max_restarts=3",
         "log.wandb=true",
         "eval.every=10",

@@ -101,7 +101,7 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / INDEX} is no index of weights ({error}): download it again") from None
         return [folder / name for name in sorted(names)]
     if (folder / SINGLE).is_file():

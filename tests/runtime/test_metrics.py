@@ -43,7 +43,7 @@ def test_keys_of_a_line() -> None:
     # fmt: off
     assert list(json.loads(STEP.to_json())) == [
         "step", "tokens", "loss", "ce_loss", "aux_loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu",
-        "peak_memory", "data_wait", "expert_load_max_over_mean", "seconds",
+        "peak_memory", "data_wait", "expert_load_max_over_mean", "seconds", "checkpoint_stall",
     ]
     # fmt: on
     assert json.loads(STEP.to_json()) == asdict(STEP)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from optimus_compiler.config import load_config
-from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder
+from optimus_compiler.runtime.checkpoint.export import export
+from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder, open_checkpoint
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.files import HashingWriter
 from optimus_compiler.runtime.metrics import StepMetrics, read_metrics
@@ -101,6 +102,32 @@ def test_the_same_layout_goes_on_bit_by_bit(short: Path, tmp_path: Path, ranks: 
     assert exact(read_metrics(tmp_path / "parts")) == exact(read_metrics(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("layout", [(DP2_EP2, 4), (PP2, 2), (TP2, 2)])
+def test_weights_come_from_a_hugging_face_folder_and_go_into_one(
+    layout: tuple[tuple[str, ...], int], short: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """A step with a learning rate of 0 in between: the exported files are those that were imported, bit by bit."""
+    start(short, tmp_path / "drawn", "train.steps=1", "optimizer.lr=0", "optimizer.min_lr=0")
+    overrides, count = layout
+    still = ("train.steps=1", "optimizer.lr=0", "optimizer.min_lr=0", f"model.init={tmp_path / 'first'}")
+    for run, folder in (("drawn", "first"), ("run", "second")):
+        export(
+            open_checkpoint(tmp_path / run / "checkpoints" / "step-1"),
+            tmp_path / folder,
+            tokenizer=None,
+            eos=None,
+            file_bytes=30_000,
+            progress=lambda stage, done, total: None,
+        )
+        if folder == "first":
+            ranks.run(count, start, short, tmp_path / "run", *still, "train.seed=7", *overrides)
+    files = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert len(files) > 4
+    assert files == sorted(path.name for path in (tmp_path / "second").iterdir())
+    for name in files:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
 def sigterm_to_rank_0(short: Path, directory: Path) -> list[str]:
     after = 2 if os.environ["RANK"] == "0" else None
     return start(short, directory, f"train.steps={STEPS}", *DP2_EP2, sigterm_after=after)
@@ -128,7 +155,7 @@ def disk_of_rank_1_fills(short: Path, directory: Path, *overrides: str) -> str:
         return write(writer, data)
 
     if os.environ["RANK"] == "1":
-        HashingWriter.write = full  # type: ignore[method-assign]
+        HashingWriter.write = full  # type: ignore[assignment, method-assign]
     try:
         start(short, directory, "checkpoint.every=2", *overrides)
     except RunFailedError as error:

@@ -133,5 +133,5 @@ def test_both_kinds_of_one_step_are_of_one_moment(run: SmallRun, gate: Gate) -> 
     ],
 )
 def test_what_is_due(run: SmallRun, settings: dict[str, int], step: int, last: bool, kinds: list[str]) -> None:
-    with run.saving(CheckpointSection(**settings)) as saving:
+    with run.saving(CheckpointSection.model_validate(settings)) as saving:
         assert saving.due(step, last=last) == kinds
