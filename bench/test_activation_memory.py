@@ -3,17 +3,17 @@
 python -m pytest bench/test_activation_memory.py -s
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, combinations
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import optimus_compiler as optimus
 from optimus_compiler.activation_memory import activation_bytes
 from optimus_compiler.models import build, from_name
+from tests.peak_memory import peak_of
 from tests.ranks import Ranks
 
 SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 6,
@@ -29,20 +29,6 @@ def two_ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
-
-
-def peak_of(step: Callable[[], object]) -> int:
-    """The most bytes that are allocated on the CPU above what there is before, by the profiler's memory events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    now = most = 0
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def measure(sizes: dict[str, int], micro_batch_size: int, **options: Any) -> tuple[int, int]:

@@ -77,6 +77,15 @@ def from_first(value: T, group: dist.ProcessGroup | None) -> T:
     return held[0]
 
 
+def to_first(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's value, in the order of the group's ranks, on its rank 0; nothing on the others."""
+    if group is None:
+        return [value]
+    held: list[T] | None = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, held, group=group, group_dst=0)
+    return held or []
+
+
 def from_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Every rank's value, in the order of the group's ranks, on all of them."""
     if group is None:

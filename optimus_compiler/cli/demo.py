@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from optimus_compiler.cli.export import export
 from optimus_compiler.cli.pretrain import train_with_progress
 
 VOCABULARY = 4096
@@ -118,6 +119,9 @@ def demo(
         sequence_length=CONTEXT_LENGTH,
     )
     print("\n---\n".join(vocabulary.decode(ids).strip() for ids in samples[:3].tolist()))
+
+    _heading("optimus export: the trained model as a Hugging Face folder")
+    export(run.directory, output / "exported")
 
     _heading("optimus plot")
     plot_runs([run.directory], output / "metrics.png")

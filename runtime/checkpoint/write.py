@@ -14,7 +14,7 @@ from optimus_compiler.runtime.checkpoint.contents import Parts
 from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder
 from optimus_compiler.runtime.checkpoint.manifest import CheckpointError, CheckpointManifest, Kind, StoredFile
 from optimus_compiler.runtime.checkpoint.storage import CheckedWriter
-from optimus_compiler.runtime.collectives import from_all, from_first
+from optimus_compiler.runtime.collectives import from_first, to_first
 from optimus_compiler.runtime.files import sha256_of
 
 METADATA = ".metadata"  # DCP's own: which box of which tensor lies where
@@ -56,7 +56,7 @@ def write_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(_sentence(partial, f"rank {rank}: {_cause(cause)}")) from None
-    written = from_all(writer.files, group)
+    written = to_first(writer.files, group)
 
     def finish() -> _Outcome:
         files = {name: stored for each in written for name, stored in each.items()}

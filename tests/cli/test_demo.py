@@ -36,6 +36,9 @@ def test_demo_makes_everything_and_can_be_repeated(
         assert f"{output / 'metrics.png'}; " in out
         assert (output / "metrics.png").read_bytes()[:4] == b"\x89PNG"
         assert (output / "data" / "manifest.json").is_file()
+        assert {path.name for path in (output / "exported").iterdir()} == {
+            "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        }  # fmt: skip
 
 
 def test_demo_leaves_a_folder_of_others_alone(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 import optimus_compiler as optimus
 from optimus_compiler.config import CheckpointSection
 from optimus_compiler.mesh import DIMENSIONS
+from optimus_compiler.runtime.checkpoint import shards
 from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder
 from optimus_compiler.runtime.checkpoint.load import StoredTensors, load_masters, load_moments, load_weights
 from optimus_compiler.runtime.checkpoint.manifest import CheckpointManifest
 from optimus_compiler.runtime.checkpoint.storage import CheckpointReader
 from optimus_compiler.runtime.collectives import Transfer
 from tests.layouts import MICRO_BATCHES, B, S, batches, own_rows, small_model
+from tests.peak_memory import peak_of
 from tests.ranks import Ranks
 from tests.runtime.checkpoint.small_run import progress, saver
 
@@ -82,7 +85,8 @@ def save(name: str, run: Path) -> State:
     layout = LAYOUTS[name]
     compiled, optimizer = trained(layout, steps=2)
     settings = CheckpointSection(scattered=layout.scattered)
-    with saver(CheckpointFolder(run), compiled, optimizer, settings) as saving:
+    small_boxes = patch.object(shards, "LARGEST_BOX", 700)  # several a parameter, as in large models
+    with small_boxes, saver(CheckpointFolder(run), compiled, optimizer, settings) as saving:
         saving.save(["full", "model"], progress(2))
     return whole_state(compiled, optimizer)
 
@@ -130,6 +134,26 @@ def test_every_layout_loads_every_other(name: str, saved: dict[str, tuple[Path, 
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} == next(iter(others.values()))[1].keys()
     for differing in ranks.run(LAYOUTS[name].ranks, load, name, others):
         assert differing == {other: [] for other in others}
+
+
+def peaks_of_loading(run: Path) -> tuple[int, dict[str, int]]:
+    """Bytes of the largest bucket, and what loading the weights takes beside the model, by the way they travel."""
+    compiled, _ = trained(LAYOUTS["dp2 ep2 epso"], steps=0)
+    stored = StoredTensors(run / "checkpoints" / "step-2")
+    stored.shapes()
+    peaks = {
+        "broadcast": peak_of(lambda: load_weights(compiled, stored, "broadcast")),
+        "all_reduce": peak_of(lambda: load_weights(compiled, stored, "all_reduce")),
+    }
+    return max(bucket.weights.nbytes for bucket in compiled.buckets), peaks
+
+
+def test_loading_takes_no_more_than_a_bucket(saved: dict[str, tuple[Path, State]], ranks: Ranks) -> None:
+    results = ranks.run(4, peaks_of_loading, saved["one process"][0])
+    for bucket, peaks in results:
+        assert all(peak <= bucket for peak in peaks.values()), (bucket, peaks)
+    readers = [rank for rank, (_, peaks) in enumerate(results) if peaks["broadcast"] > 1000]
+    assert readers == [0, 3]  # one dp index reads each shard, and the other gets it in place
 
 
 def written_by(checkpoint: Path) -> dict[int, int]:
