@@ -33,6 +33,7 @@ from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.initial_weights import check_initial_weights
 from optimus_compiler.runtime.metrics import METRICS
 from optimus_compiler.runtime.resume import keep_first_values, refuse_changes
+from optimus_compiler.runtime.run_lock import run_lock
 
 CONFIG = "config.toml"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -97,11 +98,12 @@ def open_run(
     with together(mesh):
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            if start is not None and start_from is not None:
-                for path in folder.abandon_before(start):
-                    say(f"{path.name.removeprefix('abandoned-')} is set aside as {path}: delete it when you like")
-            with whole_file(directory / CONFIG) as file:
-                file.write(to_toml(resolved).encode())
+            with run_lock(directory):
+                if start is not None and start_from is not None:
+                    for path in folder.abandon_before(start):
+                        say(f"{path.name.removeprefix('abandoned-')} is set aside as {path}: delete it when you like")
+                with whole_file(directory / CONFIG) as file:
+                    file.write(to_toml(resolved).encode())
     return run
 
 

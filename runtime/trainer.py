@@ -28,10 +28,11 @@ from optimus_compiler.runtime.initial_weights import initial_weights
 from optimus_compiler.runtime.metrics import METRICS, StepMetrics, flops_per_token, peak_flops, peak_memory
 from optimus_compiler.runtime.optimizer import ShardedAdamW
 from optimus_compiler.runtime.run import DTYPES, Run, pass_options, plain_model
+from optimus_compiler.runtime.run_lock import run_lock
 from optimus_compiler.runtime.schedule import learning_rate
 from optimus_compiler.runtime.stop_request import StopRequest
 
-PROFILED_STEP = 3  # the first compiles, the second still fills caches
+PROFILED_STEP = 3  # of a start: the first compiles, the second still fills caches
 
 
 class RunFailedError(RuntimeError):
@@ -64,13 +65,13 @@ def train(
     """Run the steps of `run` that are left; rank 0 writes one line of metrics each, and its `on_step` sees the record.
 
     Checkpoints are saved as [checkpoint] says, and `say` told of them by rank 0. On SIGTERM, sent to any rank, the step
-    is finished, a full checkpoint saved, and train returns. profile: every rank writes what it did in step 3 to
+    is finished, a full checkpoint saved, and train returns. profile: every rank writes what it did in the third step to
     trace-rank<n>.json in the run directory, for chrome://tracing. Returns the trained model. Raises RunFailedError for
     whatever stops the run; a non-finite loss or gradient does so before it reaches the weights.
     """
     step = 0
     try:
-        with _compile_cache(run):
+        with run_lock(run.directory) if run.mesh.rank == 0 else nullcontext(), _compile_cache(run):
             compiled = compile_model(run.config, run.model_config, run.mesh)
             for metrics in _steps(run, compiled, profile, say):
                 step = metrics.step
@@ -107,7 +108,7 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
         for step in range(progress.step, config.train.steps):
             started = time.perf_counter()
             batch = loader.next()
-            with _trace(run) if profile and step + 1 == PROFILED_STEP else nullcontext():
+            with _trace(run) if profile and step + 1 == run.steps_done + PROFILED_STEP else nullcontext():
                 output = compiled.train_step(**{name: value.to(device) for name, value in batch.inputs().items()})
                 gradient_norm = optimizer.gradient_norm()
                 signals = _signals(mesh, stop.requested, saver.failed)
@@ -158,7 +159,9 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
             if save_failed:
                 saver.wait()  # raises on every rank
             is_last = progress.step == config.train.steps
-            kinds: list[Kind] = ["full"] if stopping and not is_last else saver.due(progress.step, last=is_last)
+            kinds = saver.due(progress.step, last=is_last)
+            if stopping and not is_last and "full" not in kinds:
+                kinds = ["full", *kinds]
             if kinds and mesh.rank == 0:
                 os.fsync(log.fileno())  # no checkpoint is on the disk without the metrics before it
             stalled = saver.save(kinds, progress)

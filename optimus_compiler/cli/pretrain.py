@@ -32,7 +32,7 @@ def pretrain(
         typer.Option("--from", metavar="NAME", help="Continue from this checkpoint of the run (step-N, model-N)."),
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Write a trace of step 3 of every rank, for chrome://tracing.")
+        bool, typer.Option("--profile", help="Write a trace of the third step of every rank, for chrome://tracing.")
     ] = False,
 ) -> None:
     """Compile a model and pretrain it.

@@ -3,7 +3,7 @@
 step-N            full, at most two: a save takes the place of the older
 model-N           weights alone, kept as the retention says
 .NAME.partial     being written, or torn by a crash
-abandoned-NAME    newer than the one that a run was told to go back to; never loaded by itself
+abandoned-NAME    set aside when the run was told to go on from another; never loaded by itself
 """
 
 import shutil
@@ -80,10 +80,12 @@ class CheckpointFolder:
         """Gives a complete checkpoint its name: from here on it is one."""
         final = self.path / partial.name.removeprefix(".").removesuffix(PARTIAL)
         sync_folder(partial)
-        if final.exists():  # weights saved again at a step that was done again
-            final.rename(self.path / f".{final.name}{DELETED}")
+        replaced = self.path / f".{final.name}{DELETED}"
+        if final.exists():  # of a step that was done again
+            final.rename(replaced)
         partial.rename(final)
         sync_folder(self.path)
+        shutil.rmtree(replaced, ignore_errors=True)
         self.damaged.discard(final)
         return final
 
@@ -107,16 +109,14 @@ class CheckpointFolder:
         return renamed
 
     def _free_a_slot(self, full: list[Checkpoint | Unreadable], step: int) -> None:
-        """Deletes full checkpoints until one is left: damaged ones first, then one of this step, then the oldest."""
+        """Leaves one full checkpoint beside the one to come: damaged ones go first, one of the same step, the older."""
         name = f"{PREFIX['full']}{step}"
 
         def worth(each: Checkpoint | Unreadable) -> tuple[bool, bool, int]:
             return isinstance(each, Checkpoint) and each.path not in self.damaged, each.path.name != name, each.number
 
-        for each in sorted(full, key=worth):
-            left = [other for other in full if other.path.exists()]
-            if len(left) >= FULL_SLOTS or each.path.name == name:
-                self._delete(each.path)
+        for each in sorted(full, key=worth)[: 1 - FULL_SLOTS]:
+            self._delete(each.path)
 
     def _named(self, kind: Kind) -> Iterable[Path]:
         return (path for path in self.path.glob(f"{PREFIX[kind]}*") if path.name.removeprefix(PREFIX[kind]).isdigit())

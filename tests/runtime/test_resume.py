@@ -22,6 +22,7 @@ from optimus_compiler.runtime.data.prepare import prepare
 from optimus_compiler.runtime.metrics import StepMetrics, read_metrics
 from optimus_compiler.runtime.optimizer import ShardedAdamW
 from optimus_compiler.runtime.run import Run, open_run
+from optimus_compiler.runtime.run_lock import run_lock
 from optimus_compiler.runtime.trainer import RunFailedError, train
 from tests.tiny_run import CONTEXT_LENGTH, write_corpus
 
@@ -252,6 +253,18 @@ def test_directory_of_a_run_without_checkpoints_is_refused_and_left_as_it_is(sta
     with pytest.raises(ConfigError, match=r"optimizer.lr"):
         start.open("optimizer.lr=1e-3", "train.steps=2")
     assert {path: path.read_bytes() for path in start.directory.rglob("*") if path.is_file()} == before
+
+
+def test_two_processes_do_not_train_in_one_directory(stopped: Start) -> None:
+    run = stopped.open()
+    before = {path: path.read_bytes() for path in stopped.directory.rglob("*") if path.is_file()}
+    with run_lock(stopped.directory):
+        with pytest.raises(ValueError, match=r"another process is training in .*/run: stop it first, or give another"):
+            stopped.open("log.every=3")
+        with pytest.raises(RunFailedError, match="another process is training"):
+            train(run)
+    assert {path: path.read_bytes() for path in stopped.directory.rglob("*") if path.is_file()} == before
+    stopped.run(stop_after=5)  # what held the directory has let it go
 
 
 # weights alone
