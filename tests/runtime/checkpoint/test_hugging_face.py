@@ -3,6 +3,8 @@
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,21 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optimus_compiler.compiled import CompiledModel
-from optimus_compiler.config import load_config
+from optimus_compiler.config import KeepPersistent, load_config
+from optimus_compiler.mesh import Mesh
 from optimus_compiler.models import build, from_hf, from_name
 from optimus_compiler.models.published import published_shapes
+from optimus_compiler.program import ParameterSpec, Source
+from optimus_compiler.runtime.checkpoint import shards
 from optimus_compiler.runtime.checkpoint.export import export
-from optimus_compiler.runtime.checkpoint.folder import open_checkpoint
-from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
+from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder, open_checkpoint
+from optimus_compiler.runtime.checkpoint.manifest import CheckpointError, StoredParameter
+from optimus_compiler.runtime.checkpoint.shards import part_of_parameter
+from optimus_compiler.runtime.checkpoint.write import write_checkpoint
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.run import open_run
 from optimus_compiler.runtime.trainer import train
+from tests.runtime.checkpoint.small_run import plain_manifest, progress
 from tests.tiny_run import CONTEXT_LENGTH
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -253,3 +261,31 @@ def test_an_export_that_fails_leaves_nothing(tiny: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"could not be read"):
         export_to(checkpoint, tmp_path / "ours")
     assert not [path for path in tmp_path.iterdir() if "ours" in path.name]
+
+
+def resident(key: str) -> int:
+    """Bytes that this process has in memory ("VmRSS"), or had at most since the last reset ("VmHWM")."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
+    return int(line.split()[1]) * 1024
+
+
+def test_export_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is that of the largest tensor and of the stored boxes it is read from, not of the model."""
+    monkeypatch.setattr(shards, "LARGEST_BOX", 2**20)
+    shapes = {"model.layers.0.mlp.experts.gate_up_proj": (8, 2, 1024, 2048), "lm_head.weight": (2048, 2048)}
+    specs = {n: ParameterSpec(n, shape, torch.float32, Source((n,), shape)) for n, shape in shapes.items()}
+    table = {n: StoredParameter(shape=s, dtype="float32", placement={}, stages=(0,)) for n, s in shapes.items()}
+    parts = {n: part_of_parameter(spec, Mesh.abstract(), torch.randn(prod(spec.shape)), 0) for n, spec in specs.items()}
+    describe = partial(plain_manifest, "model", progress(1), parameters=table)
+    checkpoint = write_checkpoint(CheckpointFolder(tmp_path), "model", 1, parts, describe, KeepPersistent(), None)
+    total, largest = sum(4 * prod(shape) for shape in shapes.values()), 4 * prod(shapes["lm_head.weight"])
+    expected = parts["lm_head.weight"].boxes[0].values[0, :8].clone()
+    del parts
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    export_to(checkpoint, tmp_path / "out")
+    assert resident("VmHWM") - before < largest + 3 * 4 * shards.LARGEST_BOX
+    assert 2 * (largest + 3 * 4 * shards.LARGEST_BOX) < total
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(exported) == 17
+    assert torch.equal(exported["lm_head.weight"][0, :8], expected)
