@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import optimus_compiler as optimus
+from optimus_compiler.lower import Backend
 from optimus_compiler.passes import Canonicalise
 from tests.models.twins import SIZES, olmoe_config, ours, relative_error, twins
 from tests.parity import assert_parity, compile_for, random_ids, worst_gradient
@@ -60,15 +61,19 @@ def test_evaluating_first_does_not_spoil_training(first: str) -> None:
     assert relative_error(found, expected) <= 1e-5
 
 
-def test_inputs_of_another_dtype_or_layout_are_the_same_inputs() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_inputs_of_another_dtype_or_layout_are_the_same_inputs(backend: Backend) -> None:
     """Compiled code reads memory as it was captured: inputs are brought to that form or refused."""
     model = ours(olmoe_config(num_hidden_layers=1))
     ids, labels = random_ids(V, 2, 8)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    compiled = compile_for(model, ids, {"attention_mask": mask}, backend="inductor")
+    compiled = compile_for(model, ids, {"attention_mask": mask}, backend=backend)
     expected = compiled(ids, labels, attention_mask=mask).loss
     for variant in (mask.bool(), mask.int(), mask.t().contiguous().t()):
+        given = compiled.pad({"input_ids": ids.int(), "attention_mask": variant})
+        assert all(value.is_contiguous() for value in given.values())
+        assert given["input_ids"].dtype == given["attention_mask"].dtype == torch.int64
         assert torch.equal(compiled(ids, labels, attention_mask=variant).loss, expected)
     assert torch.equal(compiled(ids.int(), labels.t().contiguous().t(), attention_mask=mask).loss, expected)
     with pytest.raises(ValueError, match=r"attention_mask is torch\.float32: give integers"):

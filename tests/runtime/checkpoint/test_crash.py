@@ -4,13 +4,11 @@ import errno
 import itertools
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
@@ -33,20 +31,9 @@ from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
 from optimus_compiler.runtime.checkpoint.shards import part_of_parameter
 from optimus_compiler.runtime.checkpoint.write import write_checkpoint
 from optimus_compiler.runtime.metrics import read_metrics
+from tests.file_size import file_size_limit
 from tests.ranks import forkserver
 from tests.runtime.checkpoint.small_run import SmallRun, plain_manifest, progress
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return SmallRun(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(model: SmallRun, tmp_path: Path) -> SmallRun:
-    """A run in an empty directory."""
-    model.move(tmp_path)
-    return model
 
 
 def newest(run: SmallRun) -> tuple[Checkpoint, list[str]]:
@@ -78,7 +65,7 @@ def save_for_ever(directory: Path, first: int, pipe: Connection) -> None:
         pipe.send(step)
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_random_while_saving(tmp_path: Path, kills: int) -> None:
     chance = random.Random(kills)
     folder = CheckpointFolder(tmp_path)
@@ -169,16 +156,6 @@ def test_a_limit_of_the_kernel_on_file_sizes(run: SmallRun) -> None:
     with file_size_limit(size // 2), pytest.raises(CheckpointError, match=r"could not be written .*File too large"):
         run.save(3)
     assert newest(run)[0].path.name == "step-2"
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted", "longer"])

@@ -284,8 +284,7 @@ def test_export_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     export_to(checkpoint, tmp_path / "out")
-    assert resident("VmHWM") - before < largest + 3 * 4 * shards.LARGEST_BOX
-    assert 2 * (largest + 3 * 4 * shards.LARGEST_BOX) < total
+    assert resident("VmHWM") - before < largest + 8 * 4 * shards.LARGEST_BOX < total / 2
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert len(exported) == 17
     assert torch.equal(exported["lm_head.weight"][0, :8], expected)

@@ -34,18 +34,6 @@ class Gate:
         monkeypatch.setattr(saver, "write_checkpoint", held)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return SmallRun(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(model: SmallRun, tmp_path: Path) -> SmallRun:
-    """A run in an empty directory."""
-    model.move(tmp_path)
-    return model
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)

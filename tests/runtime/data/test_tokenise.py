@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from optimus_compiler.runtime.data.errors import DamagedInputError, DataError
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenise import tokenise_file
 from optimus_compiler.runtime.data.tokenised import TokenisedFile, ends_file, ids_file, read_tokenised
+from tests.file_size import file_size_limit
 from tests.runtime.data.conftest import EOS, TEXTS, json_lines, stream_of
 
 Write = Callable[[str, bytes], Path]
@@ -235,17 +234,6 @@ def test_a_wrong_cut_in_the_first_document_stops_the_run(
     monkeypatch.setattr(Encoder, "safe_cut", lambda self, text, limit: limit)
     with pytest.raises(DataError, match="disagree from token"):
         run(write("a.txt", b"a word after word"), folder, tokenizer_file)
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """The most bytes a file may have: a stand-in for a full disk. Not a fixture: pytest itself may write to a file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("limit", [0, 100, 130, 5000])
