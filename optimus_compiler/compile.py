@@ -34,6 +34,7 @@ def compile(
     keep_gathered: bool = False,
     aux_loss: bool = True,
     force_uniform_routing: bool = False,
+    watch_finite: bool = False,
     passes: PassPipeline | None = None,
     seed: int | None = None,
     check: bool = False,
@@ -49,8 +50,9 @@ def compile(
     an even share) an expert rank has room for before a step is done again (passes/expert_parallel.py).
     sequence_parallel: norms work on a part of the sequence where tp > 1 (passes/tensor_parallel.py).
     activation_checkpointing ("norm", "attention", "moe"), memory_budget ("8 GiB"), keep_gathered: what backward
-    computes again (passes/checkpoint_activations.py). passes: the pipeline, default_passes by default. check: on the
-    first batch, compares loss and all gradients with the original module, which is kept for that, and refuses a
+    computes again (passes/checkpoint_activations.py). watch_finite: whether it is to be known which rank made a number
+    that is not finite (passes/watch_finite.py). passes: the pipeline, default_passes by default. check: on the first
+    batch, compares loss and all gradients with the original module, which is kept for that, and refuses a
     mismatch.
 
     Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory is taken.
@@ -95,6 +97,7 @@ def compile(
         activation_checkpointing=tuple(activation_checkpointing),
         memory_budget=memory_budget,
         keep_gathered=keep_gathered,
+        watch_finite=watch_finite,
     )
     pipeline = passes or default_passes(mesh, options)
     pipeline.run(program)

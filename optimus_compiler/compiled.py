@@ -16,7 +16,7 @@ from optimus_compiler.explain import explain
 from optimus_compiler.lower import Backend, values_carrying_gradients
 from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.passes import PassPipeline
-from optimus_compiler.program import OVERFLOW, TRAINING, Program
+from optimus_compiler.program import OVERFLOW, PROBE, TRAINING, WATCH, Program
 from optimus_compiler.runtime.buckets import Bucket, make_buckets
 from optimus_compiler.runtime.collectives import Transfer, all_reduce
 from optimus_compiler.runtime.kernels import Kernels
@@ -99,8 +99,11 @@ class CompiledModel(nn.Module):
                 backward=self._backward,
             )
         self._total_shapes = {
-            role: program.example(program.outputs[role]).shape for role in TRAINING if role in program.outputs
+            role: program.example(program.outputs[role]).shape
+            for role in (*TRAINING, *program.watched())
+            if role in program.outputs
         } | {"overflows": torch.Size()}
+        self._local_totals = torch.zeros(0, device=self.device)
         self._original = [model] if check else []  # in a list: not a submodule
         self._watched = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -228,6 +231,8 @@ class CompiledModel(nn.Module):
         there are, on any rank, the step is done again with all the rows there can be.
         """
         values = {"input_ids": input_ids, "labels": labels, **inputs}
+        for probe in self._executor.probes.values():
+            probe.grad = None
         bounded = bool(self.program.overflows()) and self.reduction.is_clean  # else there were gradients to lose
         self.reduction.is_clean = False
         out, overflowed = self._micro_batches(values, train=True, exact_rows=not bounded)
@@ -259,7 +264,7 @@ class CompiledModel(nn.Module):
                     f"{name} has shape {tuple(value.shape)}; a step takes {(rows, self.program.sequence_length)}: "
                     f"{self.micro_batches} micro-batches of {size} sequences"
                 )
-        wanted = TRAINING if exact_rows else (*TRAINING, *self.program.overflows())
+        wanted = (*TRAINING, *self.program.watched(), *(() if exact_rows else self.program.overflows()))
         micro_batches = [
             {name: value[first : first + size] for name, value in inputs.items()} for first in range(0, rows, size)
         ]
@@ -289,6 +294,19 @@ class CompiledModel(nn.Module):
                 self._refuse_missing(waiting)
         return self._means(totals)
 
+    def local_totals(self) -> dict[str, Tensor]:
+        """The sums of the last step over this rank's own micro-batches, before those of others were added, by role."""
+        parts = self._local_totals.split([shape.numel() for shape in self._total_shapes.values()])
+        return dict(zip(self._total_shapes, parts, strict=True))
+
+    def probe_gradients(self) -> dict[str, Tensor]:
+        """Of each watched output of this rank's stages (`watch.N`): sums of the gradients of the watched values."""
+        return {
+            name.replace(PROBE, WATCH): probe.grad
+            for name, probe in self._executor.probes.items()
+            if probe.grad is not None
+        }
+
     @contextmanager
     def _backward(self, is_last: bool) -> Iterator[None]:
         """Around one backward; the last one of a stage starts the reduction of its gradients."""
@@ -308,6 +326,7 @@ class CompiledModel(nn.Module):
         mesh, shapes = self.program.mesh, self._total_shapes
         flat = torch.cat([totals.get(role, torch.zeros(shape, device=self.device)).reshape(-1)
                           for role, shape in shapes.items()])  # fmt: skip
+        self._local_totals = flat.clone()
         flat = all_reduce(flat, mesh.group(*DIMENSIONS)) / mesh.tp
         parts = flat.split([shape.numel() for shape in shapes.values()])
         summed = {role: part.view(shape) for (role, shape), part in zip(shapes.items(), parts, strict=True)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import Backend, Function, gradient_marks, lower
 from optimus_compiler.passes import lift_row_bounds
-from optimus_compiler.program import Program, Segment, keep_outputs
+from optimus_compiler.program import PROBE, Program, Segment, keep_outputs
 from optimus_compiler.runtime.kernels import Kernels, set_kernels
 
 
@@ -43,6 +43,10 @@ class Executor:
         self._parameters = parameters
         constants = {**program.constants, **program.constant_values()}
         self._constants = {name: value.to(device, copy=True) for name, value in constants.items()}
+        # their gradients are sums of gradients: what they were before a step is no matter, only whether they are finite
+        self.probes = {
+            name: value.requires_grad_() for name, value in self._constants.items() if name.startswith(PROBE)
+        }
         self._functions: dict[str, Function] = {}
         self._marks = gradient_marks(program)
         self._schedules: dict[tuple[int, tuple[str, ...], bool], list[_Step]] = {}

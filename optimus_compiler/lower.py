@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.mesh import DIMENSIONS, Mesh
-from optimus_compiler.program import Program, Segment
+from optimus_compiler.program import PROBE, Program, Segment
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Function = Callable[..., Sequence[Tensor]]
@@ -153,7 +153,7 @@ def _differentiability(program: Program) -> tuple[dict[int, tuple[bool, ...]], s
     """Autograd itself is asked, on fake tensors: export records no differentiability (every `val` says False)."""
     marks = {id(group[0].graph): (False,) * len(group[0].placeholders()) for group in program.groups()}
     known: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
-    carrying: set[str] = set()
+    carrying = {name for segment in program.segments for name in segment.inputs if name.startswith(PROBE)}
     while True:
         before = (dict(marks), set(carrying))
         for segment in program.segments:

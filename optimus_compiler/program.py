@@ -16,11 +16,20 @@ Kind = Literal["const", "embed", "layer", "head"]
 Role = Literal["expert", "dense"]
 
 OVERFLOW = "overflow."  # begins the roles of outputs that say whether a row buffer was too small
+WATCH, PROBE = "watch.", "probe."  # begin outputs and inputs by which values are watched (passes/watch_finite.py)
 TRAINING = ("loss", "ce_loss", "aux_loss", "expert_counts")  # the outputs that a training step needs
 
 
 class ProgramError(RuntimeError):
     """A program that breaks one of its own rules; the message names the segment and the rule."""
+
+
+@dataclass(frozen=True)
+class WatchPoint:
+    """A watched value: what it is, and whether this rank has computed it or got it from others."""
+
+    what: str
+    is_local: bool
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,7 @@ class Program:
     schedule: str = "1f1b"  # of the pipeline, where there is one
     stage_ranks: tuple[int, ...] = (0,)  # of each pipeline stage, the coordinate on pp that runs it
     in_flight: tuple[int, ...] = (1,)  # of each stage, how many micro-batches' activations it holds at most
+    watch_points: dict[int, tuple[WatchPoint, ...]] = field(default_factory=dict)  # of outputs watch.N, forward's order
     history: list[Any] = field(default_factory=list)  # PassReport, in order
 
     def groups(self) -> list[list[Segment]]:
@@ -206,6 +216,10 @@ class Program:
     def overflows(self) -> tuple[str, ...]:
         """The outputs (0-d bool) that say of each bounded row buffer whether it was too small."""
         return tuple(role for role in self.outputs if role.startswith(OVERFLOW))
+
+    def watched(self) -> tuple[str, ...]:
+        """The outputs ([points] fp32) whose elements are finite where the watched values are."""
+        return tuple(f"{WATCH}{number}" for number in self.watch_points)
 
     def stages_here(self) -> tuple[int, ...]:
         """The pipeline stages that this rank runs."""

@@ -15,6 +15,7 @@ from optimus_compiler.passes.fuse_sparse_moe import FuseSparseMoE
 from optimus_compiler.passes.shard_optimizer import ShardOptimizer
 from optimus_compiler.passes.split_pipeline import SplitPipeline
 from optimus_compiler.passes.tensor_parallel import TensorParallel
+from optimus_compiler.passes.watch_finite import WatchFinite
 from optimus_compiler.passes.widen_products import WidenProducts
 
 
@@ -33,6 +34,7 @@ class PassOptions:
     activation_checkpointing: tuple[str, ...] = ()
     memory_budget: str | None = None
     keep_gathered: bool = False
+    watch_finite: bool = False
 
 
 def default_passes(mesh: Mesh, options: PassOptions) -> PassPipeline:
@@ -49,6 +51,7 @@ def default_passes(mesh: Mesh, options: PassOptions) -> PassPipeline:
         *([TensorParallel(options.sequence_parallel)] if mesh.tp > 1 else []),
         WidenProducts(),
         *([SplitPipeline(*stages)] if mesh.pp > 1 else []),
+        *([WatchFinite()] if options.watch_finite else []),
         *([CheckpointActivations(*recomputed)] if options.activation_checkpointing or options.memory_budget else []),
         ShardOptimizer(),
     ))  # fmt: skip
@@ -70,6 +73,7 @@ __all__ = [
     "ShardOptimizer",
     "SplitPipeline",
     "TensorParallel",
+    "WatchFinite",
     "WidenProducts",
     "default_passes",
     "lift_row_bounds",

@@ -23,12 +23,14 @@ CASTS = {
 }
 
 
-def insert(program: Program, graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+def insert(
+    program: Program, graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+) -> fx.Node:
     """Adds a call at the graph's insertion point, with its fake value, as part of the module that `like` is part of."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     node.meta["nn_module_stack"] = dict(like.meta.get("nn_module_stack") or {})
     with program.fake_mode, torch.no_grad():
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]))
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]), **kwargs)
     return node
 
 

@@ -195,6 +195,8 @@ def pass_options(config: Config) -> PassOptions:
         activation_checkpointing=tuple(config.activation_checkpointing.blocks),
         memory_budget=config.activation_checkpointing.budget,
         keep_gathered=config.activation_checkpointing.keep_gathered,
+        watch_finite=config.mesh.pp * config.mesh.dp * config.mesh.ep * config.mesh.tp
+        > 1,  # else nobody else is to blame
     )
 
 

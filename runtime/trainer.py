@@ -27,6 +27,9 @@ from optimus_compiler.runtime.data.sample_index import Position
 from optimus_compiler.runtime.initial_weights import initial_weights
 from optimus_compiler.runtime.metrics import METRICS, StepMetrics, flops_per_token, peak_flops, peak_memory
 from optimus_compiler.runtime.optimizer import ShardedAdamW
+from optimus_compiler.runtime.resilience.beacon import Beacon
+from optimus_compiler.runtime.resilience.inject import Faults
+from optimus_compiler.runtime.resilience.soft import write_report
 from optimus_compiler.runtime.run import DTYPES, Run, pass_options, plain_model
 from optimus_compiler.runtime.run_lock import run_lock
 from optimus_compiler.runtime.schedule import learning_rate
@@ -71,10 +74,12 @@ def train(
     """
     step = 0
     try:
-        with run_lock(run.directory) if run.mesh.rank == 0 else nullcontext(), _compile_cache(run):
+        lock = run_lock(run.directory) if run.mesh.rank == 0 else nullcontext()
+        with lock, _compile_cache(run), Beacon() as beacon:
             compiled = compile_model(run.config, run.model_config, run.mesh)
             for metrics in _steps(run, compiled, profile, say):
                 step = metrics.step
+                beacon.finished(step, metrics.seconds)
                 if run.mesh.rank == 0:
                     on_step(metrics)
             return compiled
@@ -103,19 +108,23 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
         position=Position(progress.epoch, progress.offset),
     )
     saver = CheckpointSaver(run.folder, config.checkpoint, compiled, optimizer, _describer(run, compiled), say)
+    faults = Faults.of_this_process(run.directory, mesh.rank)
     stalled = 0.0
     with loader, saver, StopRequest() as stop, _metrics_file(run) as log:
         for step in range(progress.step, config.train.steps):
             started = time.perf_counter()
             batch = loader.next()
+            inputs = {name: value.to(device) for name, value in batch.inputs().items()}
+            faults.strike(step + 1, [bucket.weights for bucket in compiled.buckets])
             with _trace(run) if profile and step + 1 == run.steps_done + PROFILED_STEP else nullcontext():
-                output = compiled.train_step(**{name: value.to(device) for name, value in batch.inputs().items()})
+                output = compiled.train_step(**inputs)
                 gradient_norm = optimizer.gradient_norm()
                 signals = _signals(mesh, stop.requested, saver.failed)
                 loss, ce_loss, aux_loss, norm, stopping, save_failed, expert_load = _read(
                     output, gradient_norm, signals
                 )
                 if not (math.isfinite(loss) and math.isfinite(norm)):
+                    _report_non_finite(run, compiled, optimizer, inputs, step + 1)
                     raise RunFailedError(
                         f"step {step + 1}: the loss is {loss} and the gradient norm {norm}: stopped before the "
                         f"weights changed; lower optimizer.lr, or check the data ({run.directory / METRICS} has the "
@@ -171,6 +180,16 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
                     say(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
                 break
         saver.wait()
+
+
+def _report_non_finite(
+    run: Run, compiled: CompiledModel, optimizer: ShardedAdamW, inputs: dict[str, Tensor], step: int
+) -> None:
+    """Repeats a step on all ranks, nothing having been updated, and leaves what this rank saw for the supervisor."""
+    optimizer.zero_grad()
+    output = compiled.train_step(**inputs)
+    again = not all(math.isfinite(value) for value in torch.stack([output.loss, optimizer.gradient_norm()]).tolist())
+    write_report(run.directory, compiled, step, again=again)
 
 
 def _restore(run: Run, compiled: CompiledModel, optimizer: ShardedAdamW) -> Progress:
