@@ -35,6 +35,7 @@ def copy_of(program: Program) -> Program:
         parameters=dict(program.parameters),
         outputs=dict(program.outputs),
         constants=dict(program.constants),
+        watch_points=dict(program.watch_points),
         history=[],
     )
 

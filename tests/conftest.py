@@ -19,6 +19,7 @@ RANK_TESTS = (
     "tests/test_tensor_parallel.py",
     "tests/test_checkpointing.py",
     "tests/test_ranks.py",
+    "tests/test_watch_finite.py",
     "tests/runtime/test_trainer_ranks.py",
     "tests/runtime/test_resume_ranks.py",
     "tests/runtime/checkpoint/test_layouts.py",

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from optimus_compiler.runtime.resilience.slot import run_slot
+from optimus_compiler.runtime.resilience.slot import preload, run_slot
 
 
 class Engine(Protocol):
@@ -33,6 +33,7 @@ class Local:
         self._slots: list[int] = []
 
     def start(self, address: str, nodes: Sequence[str], per_node: int, run: Path) -> None:
+        preload()
         for node in nodes:
             for local_rank in range(per_node):
                 slot = os.fork()

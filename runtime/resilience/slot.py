@@ -24,6 +24,17 @@ from optimus_compiler.runtime.resilience.messages import Line, Message
 PR_SET_PDEATHSIG = 1
 
 
+def preload() -> None:
+    """Imports what a training process needs, before it is forked: most of a start is importing."""
+    import functorch.compile  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.pipelining
+    import torch.export  # noqa: F401
+
+    import optimus_compiler.runtime.run
+    import optimus_compiler.runtime.trainer  # noqa: F401
+
+
 def run_slot(address: str, node: str, local_rank: int, run: Path) -> None:
     """Serves the supervisor at `address` ("host:port") until it hangs up or says so."""
     _die_with_parent()

@@ -23,21 +23,26 @@ LOGS = "logs"
 class Report:
     """What one rank found after a step whose loss or gradient norm is not finite.
 
-    first: its first value that is not finite, in words; None where it has seen none. is_own: it computed that itself,
-    of finite inputs. place: its number in the order of the step. again: whether the step, repeated, came out the same.
+    stage: its coordinate on pp. first: its first value that is not finite, in words; None where it has seen none.
+    is_own: it computed that itself, of finite inputs. again: whether the step, repeated, came out the same.
     """
 
     rank: int
     step: int
+    stage: int
     first: str | None
     is_own: bool
-    place: int
     again: bool
 
 
-def first_fault(compiled: CompiledModel) -> tuple[str, bool, int] | None:
-    """(what, whether this rank computed it itself, its number in the order of the step) of the first value of the last
-    step that was not finite here; None where all were."""
+def first_fault(compiled: CompiledModel) -> tuple[str, bool] | None:
+    """(what, whether this rank computed it itself) of the first value of the last step that was not finite here.
+
+    None where all were. Weights come before everything: no update makes them non-finite, so those that are got spoilt
+    here, whatever else arrived.
+    """
+    if not all(bucket.weights.isfinite().all() for bucket in compiled.buckets):
+        return "a weight", True
     sums, gradients = compiled.local_totals(), compiled.probe_gradients()
     points = compiled.program.watch_points
     sequence: list[tuple[str, bool, torch.Tensor]] = []
@@ -51,20 +56,19 @@ def first_fault(compiled: CompiledModel) -> tuple[str, bool, int] | None:
             backward = [(f"the gradient of {point.what}", not point.is_local) for point in reversed(each)]
             sequence += [(*named, value) for named, value in zip(backward, received.flip(0), strict=True)]
     finite = torch.stack([value.float().reshape(-1).sum() for _, _, value in sequence]).isfinite().tolist()
-    for place, ((what, is_local, _), is_finite) in enumerate(zip(sequence, finite, strict=True)):
-        if not is_finite:
-            return what, is_local, place
-    return None
+    faults = (
+        (what, is_local) for (what, is_local, _), is_finite in zip(sequence, finite, strict=True) if not is_finite
+    )
+    return next(faults, None)
 
 
 def write_report(run: Path, compiled: CompiledModel, step: int, *, again: bool) -> Report:
     """Leaves this rank's report for the supervisor, where there is one."""
-    rank = compiled.program.mesh.rank
-    found = first_fault(compiled)
-    first, is_own, place = found or (None, False, -1)
-    report = Report(rank, step, first, is_own, place, again)
+    mesh = compiled.program.mesh
+    first, is_own = first_fault(compiled) or (None, False)
+    report = Report(mesh.rank, step, mesh.coordinate("pp"), first, is_own, again)
     if beacon.ATTEMPT in os.environ:
-        path = _path(run, int(os.environ[beacon.ATTEMPT]), rank)
+        path = _path(run, int(os.environ[beacon.ATTEMPT]), mesh.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
             file.write(json.dumps(asdict(report)).encode())
@@ -80,11 +84,16 @@ def read_report(run: Path, attempt: int, rank: int | None) -> Report | None:
 
 
 def verdict_of_reports(reports: Sequence[Report], node_of: Callable[[int], str]) -> Verdict:
-    """The ranks whose first value that is not finite is their own; divergence where that is every rank, repeatedly."""
+    """The ranks whose first value that is not finite is their own.
+
+    Divergence where those are all of several ranks of the first stage that has any, and the step repeats itself: one
+    node's fault would have come to the others as something received.
+    """
     own = [report for report in reports if report.is_own]
     evidence = [f"rank {r.rank} ({node_of(r.rank)}), step {r.step}: {r.first} is not finite, all before it was; "
                 f"repeated, the step gave {'the same' if r.again else 'finite numbers'}" for r in own]  # fmt: skip
-    if len(own) == len(reports) > 1 and all(report.again for report in own):
+    first_stage = [report for report in reports if own and report.stage == min(each.stage for each in own)]
+    if len(first_stage) > 1 and all(report.is_own and report.again for report in first_stage):
         return Verdict("divergence", tuple(r.rank for r in own), (), tuple(evidence[:3]))
     nodes = tuple(dict.fromkeys(node_of(report.rank) for report in own))
     evidence += [f"rank {r.rank} ({node_of(r.rank)}) received: {r.first}" for r in reports if r.first and not r.is_own]

@@ -1,0 +1,93 @@
+"""WatchFinite: not a bit changes, and the rank that made a number that is not finite is told from its peers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import optimus_compiler as optimus
+from optimus_compiler.runtime.resilience.soft import first_fault
+from tests.layouts import batches, compile_small, own_rows
+from tests.ranks import Ranks
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp": ({"dp": 2}, {}),
+    "ep": ({"ep": 2}, {}),
+    "ep, all to all": ({"ep": 2}, {"dispatch": "alltoall"}),
+    "tp": ({"tp": 2}, {"sequence_parallel": True}),
+    "pp": ({"pp": 2}, {"schedule": "1f1b"}),
+    "pp, virtual": ({"pp": 2}, {"schedule": "interleaved-1f1b", "virtual_stages": 2}),
+}
+
+
+def step(compiled: optimus.CompiledModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first batch."""
+    mesh = compiled.program.mesh
+    compiled.zero_grad()
+    ids, labels = (own_rows(values[0], mesh) for values in batches())
+    loss = compiled.train_step(ids, labels).loss
+    return loss, compiled.full_gradients()
+
+
+def compare(sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
+    """What differs with the pass from without it, bit by bit."""
+    mesh = optimus.Mesh(**sizes)  # type: ignore[arg-type]
+    (loss, gradients), (watched_loss, watched) = (
+        step(compile_small("olmoe", mesh, watch_finite=watch, activation_checkpointing=("norm", "moe"), **options))
+        for watch in (False, True)
+    )
+    return [name for name in gradients if not torch.equal(gradients[name], watched[name])] + (
+        [] if torch.equal(loss, watched_loss) else ["loss"]
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_watching_changes_no_bit(ranks: Ranks, layout: str) -> None:
+    for differing in ranks.run(2, compare, *LAYOUTS[layout]):
+        assert differing == []
+
+
+def poisoned(sizes: dict[str, int], options: dict[str, Any], culprits: list[int], where: str) -> list[bool]:
+    """With a NaN in a weight of some ranks: whether each of two steps finds the first fault to be this rank's own."""
+    mesh = optimus.Mesh(**sizes)  # type: ignore[arg-type]
+    compiled = compile_small("olmoe", mesh, watch_finite=True, **options)
+    step(compiled)
+    assert first_fault(compiled) is None
+    if mesh.rank in culprits:
+        entries = [entry for bucket in compiled.buckets for entry in bucket.entries if where in entry.name]
+        with torch.no_grad():
+            entries[-1].parameter.fill_(torch.nan)
+    found = []
+    for _ in range(2):
+        loss, _ = step(compiled)
+        assert not torch.isfinite(loss)
+        fault = first_fault(compiled)
+        found.append(fault is not None and fault[1])
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("culprits", [[0], [1], [0, 1]], ids=str)
+def test_the_culprit_is_told_from_its_victims(ranks: Ranks, layout: str, culprits: list[int]) -> None:
+    sizes, options = LAYOUTS[layout]
+    found = ranks.run(2, poisoned, sizes, options, culprits, "self_attn.o_proj")
+    assert found == [[rank in culprits] * 2 for rank in range(2)]
+
+
+def spoilt_gradient(sizes: dict[str, int], options: dict[str, Any]) -> bool | None:
+    """With a gradient that becomes infinite on rank 1 alone in backward: whose fault the first one is."""
+    mesh = optimus.Mesh(**sizes)  # type: ignore[arg-type]
+    compiled = compile_small("olmoe", mesh, watch_finite=True, **options)
+    step(compiled)
+    if mesh.rank == 1:
+        (norm,) = [p for name, p in compiled.named_parameters() if name == "model.norm.weight"]
+        with torch.no_grad():
+            norm.fill_(3e38)  # finite, and so is the loss of normalised logits; the gradient is not
+    step(compiled)
+    fault = first_fault(compiled)
+    return None if fault is None else fault[1]
+
+
+@pytest.mark.parametrize("layout", ["ep", "dp"])
+def test_backward_is_watched_too(ranks: Ranks, layout: str) -> None:
+    assert ranks.run(2, spoilt_gradient, *LAYOUTS[layout])[1] is True
