@@ -166,8 +166,6 @@ class ResolvedConfig(Config):
 # Keys whose work this version cannot do yet: any value but the default is refused, never ignored.
 _NOT_YET = {
     "data.validation_path": "there is no evaluation during training",
-    "resilience.loss_spike_sigma": "runs are not supervised",
-    "resilience.on_divergence": "a run that diverges stops",
     "log.tensorboard": "metrics go to metrics.jsonl only",
     "log.wandb": "metrics go to metrics.jsonl only",
     "eval.every": "there is no evaluation during training",

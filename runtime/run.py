@@ -50,6 +50,7 @@ class Run:
     mesh: Mesh
     folder: CheckpointFolder
     start: Checkpoint | None = None  # the checkpoint that it continues from
+    skip_steps: int = 0  # steps' worth of data that are passed over at the start
 
     @property
     def steps_done(self) -> int:
@@ -63,12 +64,14 @@ def open_run(
     *,
     allow_changed: Sequence[str] = (),
     start_from: str | None = None,
+    skip_steps: int = 0,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Run:
     """Check that `config` can run here and write the resolved config.toml to `directory`; every rank calls it.
 
     Where `directory` holds checkpoints the run continues from the newest that is whole, or from the one that is named
-    `start_from` ("step-1000"); what would have been tried before that one is set aside then. A setting that alters
+    `start_from` ("step-1000"); what would have been tried before that one is set aside then. skip_steps: the data of so
+    many steps is passed over, where a run diverged on it. A setting that alters
     training must be what it was, unless `allow_changed` names its key. `say` is told by rank 0 what the user should
     know. Raises ValueError (one sentence) for anything the user has to change; nothing has been written then.
     """
@@ -90,7 +93,7 @@ def open_run(
         _check_data(resolved, model_config, data)
     folder = CheckpointFolder(directory)
     start = find_newest(folder, mesh, say) if start_from is None else open_whole(folder, start_from, mesh)
-    run = Run(resolved, model_config, data, directory, mesh, folder, start)
+    run = Run(resolved, model_config, data, directory, mesh, folder, start, skip_steps)
     with together(mesh):
         _check_start(run, first, allow_changed, say)
         if start is None and resolved.model.init != "random":

@@ -23,8 +23,9 @@ from optimus_compiler.runtime.checkpoint.manifest import CheckpointManifest, Kin
 from optimus_compiler.runtime.checkpoint.saver import CheckpointSaver
 from optimus_compiler.runtime.collectives import all_reduce
 from optimus_compiler.runtime.data.loader import DataLoader
-from optimus_compiler.runtime.data.sample_index import Position
+from optimus_compiler.runtime.data.sample_index import Position, SampleIndex
 from optimus_compiler.runtime.initial_weights import initial_weights
+from optimus_compiler.runtime.loss_guard import LossGuard
 from optimus_compiler.runtime.metrics import METRICS, StepMetrics, flops_per_token, peak_flops, peak_memory
 from optimus_compiler.runtime.optimizer import ShardedAdamW
 from optimus_compiler.runtime.resilience.beacon import Beacon
@@ -92,6 +93,7 @@ def train(
 
 def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str], None]) -> Iterator[StepMetrics]:
     config, mesh = run.config, run.mesh
+    notice = say if mesh.rank == 0 else lambda sentence: None
     optimizer = _optimizer(compiled, config)
     progress = _restore(run, compiled, optimizer)
     device = compiled.device
@@ -105,10 +107,13 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
         rank=mesh.index_in("dp", "ep"),
         ranks=mesh.size_of("dp", "ep"),
         document_mask=config.data.document_mask,
-        position=Position(progress.epoch, progress.offset),
+        position=SampleIndex(len(run.data), config.train.seed).advance(
+            Position(progress.epoch, progress.offset), run.skip_steps * config.train.global_batch_size
+        ),
     )
-    saver = CheckpointSaver(run.folder, config.checkpoint, compiled, optimizer, _describer(run, compiled), say)
+    saver = CheckpointSaver(run.folder, config.checkpoint, compiled, optimizer, _describer(run, compiled), notice)
     faults = Faults.of_this_process(run.directory, mesh.rank)
+    guard = LossGuard(config.resilience.loss_spike_sigma, progress.recent_losses)
     stalled = 0.0
     with loader, saver, StopRequest() as stop, _metrics_file(run) as log:
         for step in range(progress.step, config.train.steps):
@@ -133,7 +138,10 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
                 lr = _schedule(config, step)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                optimizer.step(gradient_norm=gradient_norm)
+                if guard.is_spike(loss):
+                    notice(f"step {step + 1}: the loss {loss:.4f} is a spike: the weights stay as they are")
+                else:
+                    optimizer.step(gradient_norm=gradient_norm)
                 optimizer.zero_grad()
 
             seconds = time.perf_counter() - started
@@ -144,6 +152,7 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
                 offset=batch.position.offset,
                 updates=optimizer.steps_taken,
                 random_state=_random_state(),
+                recent_losses=tuple(guard.recent),
             )
             metrics = StepMetrics(
                 step=progress.step,
@@ -176,8 +185,7 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
             stalled = saver.save(kinds, progress)
             if stopping and not is_last:
                 saver.wait()
-                if mesh.rank == 0:
-                    say(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
+                notice(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
                 break
         saver.wait()
 

@@ -164,7 +164,6 @@ def test_contradictions_are_refused(minimal: Path, overrides: list[str], sentenc
     "override",
     [
         "data.validation_path=/some/dir",
-        "resilience.max_restarts=3",
         "log.wandb=true",
         "eval.every=10",
         'eval.tasks=["piqa"]',

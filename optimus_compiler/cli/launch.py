@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,6 +17,16 @@ def launch(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that train.")] = 1,
     spares: Annotated[int, typer.Option(min=0, help="Nodes that wait to replace one that fails.")] = 0,
     procs_per_node: Annotated[int, typer.Option(min=1, help="Training processes on a node.")] = 1,
+    launcher: Annotated[
+        Literal["local", "torchrun", "mpiexec", "srun"],
+        typer.Option(help="What starts processes; local: all nodes are on this machine."),
+    ] = "local",
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Hosts, one a line; default: PBS_NODEFILE or the Slurm job's.")
+    ] = None,
+    launcher_args: Annotated[
+        str, typer.Option(metavar="ARGS", help="Further arguments of the launcher, such as how it binds to cores.")
+    ] = "",
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,10 +48,12 @@ def launch(
     \b
     Example:
       optimus launch run.toml --output run --nodes 3 --spares 2 --procs-per-node 2 --set mesh.dp=6
+      optimus launch mula-7b-a1b --output run --nodes 64 --spares 2 --procs-per-node 12 --launcher mpiexec
     """
     from optimus_compiler.config import load_config
+    from optimus_compiler.runtime.resilience.hosts import LOCAL, Node, find_nodes
     from optimus_compiler.runtime.resilience.inject import Injection
-    from optimus_compiler.runtime.resilience.supervisor import Plan, Supervisor, node_names
+    from optimus_compiler.runtime.resilience.supervisor import Plan, Supervisor
 
     settings = load_config(config, overrides or ())
     for specification in inject or ():
@@ -50,13 +63,17 @@ def launch(
         arguments += ["--set", override]
     for key in allow_changed or ():
         arguments += ["--allow-changed", key]
+    local = [Node(f"node{number}", LOCAL) for number in range(nodes + spares)]
+    found = local if launcher == "local" and hostfile is None else find_nodes(nodes + spares, hostfile)
     resilience = settings.resilience
     plan = Plan(
         arguments=tuple(arguments),
         run=output,
-        nodes=tuple(node_names(nodes + spares)),
+        nodes=tuple(found),
         training=nodes,
         per_node=procs_per_node,
+        launcher=launcher,
+        launcher_arguments=tuple(shlex.split(launcher_args)),
         injections=tuple(inject or ()),
         max_restarts=100 if resilience.max_restarts is None else resilience.max_restarts,
         heartbeat_timeout=resilience.heartbeat_timeout,

@@ -18,6 +18,8 @@ from optimus_compiler.cli.launch import launch
 from optimus_compiler.cli.plot import plot
 from optimus_compiler.cli.prepare import prepare
 from optimus_compiler.cli.pretrain import pretrain
+from optimus_compiler.cli.slot import slot
+from optimus_compiler.cli.status import status
 
 USER_ERROR, RUN_FAILED = 2, 1
 
@@ -28,8 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (prepare, import_optimus_data, pretrain, launch, export, explain, plot, demo):
+for command in (prepare, import_optimus_data, pretrain, launch, status, export, explain, plot, demo):
     app.command()(command)
+app.command(hidden=True)(slot)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

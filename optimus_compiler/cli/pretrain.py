@@ -31,6 +31,9 @@ def pretrain(
         str | None,
         typer.Option("--from", metavar="NAME", help="Continue from this checkpoint of the run (step-N, model-N)."),
     ] = None,
+    skip_steps: Annotated[
+        int, typer.Option(min=0, help="Pass over the data of so many steps, on which the run diverged.")
+    ] = 0,
     profile: Annotated[
         bool, typer.Option("--profile", help="Write a trace of the third step of every rank, for chrome://tracing.")
     ] = False,
@@ -52,7 +55,14 @@ def pretrain(
     from optimus_compiler.runtime.run import open_run
 
     settings = load_config(config, overrides or ())
-    run = open_run(settings, output, allow_changed=allow_changed or (), start_from=start_from, say=print)
+    run = open_run(
+        settings,
+        output,
+        allow_changed=allow_changed or (),
+        start_from=start_from,
+        skip_steps=skip_steps,
+        say=print,
+    )
     steps = run.config.train.steps
     if run.steps_done >= steps:
         if run.mesh.rank == 0:

@@ -44,6 +44,7 @@ class Progress(Record):
     offset: int = Field(ge=0)
     updates: int = Field(ge=0)  # steps that the moments have seen: fewer than `step` after a restart without them
     random_state: str  # torch's CPU generator, in hex
+    recent_losses: tuple[float, ...] = ()  # what the loss-spike guard compares with
 
 
 class CheckpointManifest(SealedRecord):

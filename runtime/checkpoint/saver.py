@@ -26,7 +26,7 @@ class CheckpointSaver:
 
     With `async`, a save copies the tensors to host memory and returns; a thread writes them. One save is in flight: the
     next waits for it. What goes wrong is raised by the next `wait`, on every rank; `failed` says that there is an error
-    waiting here. `say` is told what was saved, by rank 0 alone.
+    waiting here. `say` is told what was saved.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CheckpointSaver:
         self._folder = folder
         self._settings = settings
         self._describe = describe
-        self._say = say if compiled.program.mesh.rank == 0 else lambda sentence: None
+        self._say = say
         self._snapshot = Snapshot(compiled, optimizer, scattered=settings.scattered, staged=settings.asynchronous)
         # Its own group: what the thread sends must not mix with what training sends.
         self._group = dist.new_group(backend="gloo") if compiled.program.mesh.size > 1 else None

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
-import traceback
 from datetime import timedelta
 from typing import Self
 
 import torch.distributed as dist
 
+from optimus_compiler.runtime.resilience.stacks import INNERMOST, stack_of, waits_for_peers
+
 SECONDS = 0.5  # between two beats
+SAMPLES = 10  # looks at the main thread from beat to beat
+FORGET = 0.98  # what a look at the main thread weighs after the next: about 50 count
+LOGS = "logs"  # in the run directory
 ADDRESS, ATTEMPT, NODE, INJECT = "OPTIMUS_STORE", "OPTIMUS_ATTEMPT", "OPTIMUS_NODE", "OPTIMUS_INJECT"
 
 
@@ -51,22 +54,18 @@ class Beacon:
         main = threading.main_thread().ident
         try:
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=20))
-            beats = 0
-            while not self._quit.wait(SECONDS if beats else 0):
-                beats += 1
-                beat = {"beat": beats, "step": self.step, "phase": self.phase, "seconds": self.step_seconds}
+            looks = 0
+            busy = 0.5  # the share of looks at which the main thread waited for no peer
+            while not self._quit.wait(SECONDS / SAMPLES if looks else 0):
+                looks += 1
+                if self.phase == "training":
+                    busy = FORGET * busy + (1 - FORGET) * (not waits_for_peers(stack_of(main, INNERMOST)))
+                if looks % SAMPLES != 1:
+                    continue
+                beat: dict[str, object] = {"beat": looks, "step": self.step, "phase": self.phase}
+                beat |= {"seconds": self.step_seconds, "busy": busy * self.step_seconds}
                 if store.check([f"{attempt}/stacks"]):
-                    beat["stack"] = _stack_of(main)
+                    beat["stack"] = stack_of(main)
                 store.set(f"{attempt}/beat/{rank}", json.dumps(beat))
         except (RuntimeError, OSError):  # the supervisor is gone: whoever holds the slot ends this process
             return
-
-
-def _stack_of(main: int | None) -> list[str]:
-    """The main thread's stack and those of autograd's device threads, innermost call last, a line each."""
-    lines: list[str] = []
-    for thread, frame in sys._current_frames().items():
-        if thread == main:
-            for summary in traceback.extract_stack(frame):
-                lines.append(f"{summary.filename}:{summary.lineno} {summary.name}: {summary.line}")
-    return lines

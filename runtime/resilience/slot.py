@@ -37,7 +37,7 @@ def preload() -> None:
 
 def run_slot(address: str, node: str, local_rank: int, run: Path) -> None:
     """Serves the supervisor at `address` ("host:port") until it hangs up or says so."""
-    _die_with_parent()
+    die_with_parent()
     host, _, port = address.rpartition(":")
     line = Line(socket.create_connection((host, int(port)), timeout=30))
     line.socket.settimeout(None)
@@ -132,7 +132,7 @@ def _train(environment: dict[str, str], arguments: list[str], log: Path) -> None
     code = 1
     try:
         os.setsid()
-        _die_with_parent()
+        die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the supervisor, which tells the slots
         os.environ.update(environment)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def _train(environment: dict[str, str], arguments: list[str], log: Path) -> None
         os._exit(code)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """The kernel kills this process when its parent dies, however that dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -16,8 +16,6 @@ from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.resilience import beacon
 from optimus_compiler.runtime.resilience.verdict import Verdict
 
-LOGS = "logs"
-
 
 @dataclass(frozen=True)
 class Report:
@@ -101,4 +99,4 @@ def verdict_of_reports(reports: Sequence[Report], node_of: Callable[[int], str])
 
 
 def _path(run: Path, attempt: int, rank: int) -> Path:
-    return run / LOGS / f"attempt-{attempt}" / f"finite-rank-{rank}.json"
+    return run / beacon.LOGS / f"attempt-{attempt}" / f"finite-rank-{rank}.json"

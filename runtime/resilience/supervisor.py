@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,21 +15,33 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFolder
 from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.metrics import read_metrics
 from optimus_compiler.runtime.resilience import beacon
-from optimus_compiler.runtime.resilience.engines import Local
+from optimus_compiler.runtime.resilience.engines import Commands, Engine, Launcher, Local
+from optimus_compiler.runtime.resilience.hosts import Node, address_for
 from optimus_compiler.runtime.resilience.incidents import Incident, record
 from optimus_compiler.runtime.resilience.messages import Line
-from optimus_compiler.runtime.resilience.soft import LOGS, read_report, verdict_of_reports
-from optimus_compiler.runtime.resilience.verdict import Ending, Sight, Verdict, verdict_of_endings, verdict_of_hang
+from optimus_compiler.runtime.resilience.soft import read_report, verdict_of_reports
+from optimus_compiler.runtime.resilience.verdict import (
+    Ending,
+    Sight,
+    Verdict,
+    stragglers,
+    verdict_of_endings,
+    verdict_of_hang,
+)
 
 STATE = "supervisor.json"
 GRACE = 1.0  # seconds in which the endings that belong to one failure come in
 SILENCE = 4.0  # seconds without a beat after which a process is looked at
 PATIENCE = 5.0  # a hang is one when no rank has finished a step for so many times the longest step, and
 LEAST_PATIENCE = 30.0  # at least so many seconds
+NODES_PATIENCE = 600.0  # for all slots to call
+ENOUGH_NODES_PATIENCE = 60.0  # once there are enough of them to train
 START_PATIENCE = 1800.0  # until the first step of an attempt: importing, compiling, loading
+SETTLING = 20  # steps of an attempt after which its times are looked at
 USER_ERROR, RUN_FAILED = 2, 1
 
 
@@ -39,9 +51,11 @@ class Plan:
 
     arguments: tuple[str, ...]  # of the training process: ("pretrain", CONFIG, "--output", RUN, ...)
     run: Path
-    nodes: tuple[str, ...]  # those that train first, then the spares
+    nodes: tuple[Node, ...]  # those that train first, then the spares
     training: int  # how many of them train
     per_node: int
+    launcher: Launcher = "local"
+    launcher_arguments: tuple[str, ...] = ()
     injections: tuple[str, ...] = ()
     max_restarts: int = 100
     heartbeat_timeout: float | None = None  # seconds; None: from the measured time of a step
@@ -70,10 +84,13 @@ class Supervisor:
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan = plan
         self._say = say
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-        self._host, port = self._listener.getsockname()
-        self._engine = Local(self._listener)
-        self._engine.start(f"{self._host}:{port}", plan.nodes, plan.per_node, plan.run)
+        self._names = [node.name for node in plan.nodes]
+        self._host = address_for(list(plan.nodes))
+        self._listener = socket.create_server(("" if self._host != "127.0.0.1" else self._host, 0), backlog=4096)
+        self._engine: Engine = Local(self._listener)
+        if plan.launcher != "local":
+            self._engine = Commands(plan.launcher, plan.launcher_arguments)
+        self._engine.start(f"{self._host}:{self._listener.getsockname()[1]}", plan.nodes, plan.per_node, plan.run)
         self._select = selectors.DefaultSelector()
         self._select.register(self._listener, selectors.EVENT_READ)
         self._slots: dict[tuple[str, int], _Slot] = {}
@@ -81,6 +98,10 @@ class Supervisor:
         self._active: list[str] = []
         self._attempt = 0
         self._best_step = 0
+        self._arguments: tuple[str, ...] = ()  # of the next attempt, beside the plan's
+        self._soft_at: dict[int, str] = {}  # step -> node that was blamed for numbers that are not finite
+        self._slow: set[int] = set()  # ranks that were told to be stragglers
+        self._settled = 0  # the step from which on a straggler is one
         self._shown = 0  # bytes of rank 0's log that were shown
         self._stopping = False
 
@@ -99,16 +120,29 @@ class Supervisor:
 
     def _gather(self) -> None:
         """Waits until every slot has called, and takes the nodes that are in order."""
-        wanted = len(self._plan.nodes) * self._plan.per_node
-        deadline = time.monotonic() + 120
-        while len(self._slots) < wanted and time.monotonic() < deadline and not self._stopping:
+        wanted = len(self._names) * self._plan.per_node
+        began = time.monotonic()
+        while len(self._slots) < wanted and not self._stopping:
             self._listen(0.2)
-        for node in self._plan.nodes:
+            enough = len(self._complete()) >= self._plan.training
+            for node, words in self._engine.ended().items():
+                if node not in self._bad and node not in self._complete():
+                    self._give_up(node, words)
+            calling = [node for node in self._names if node not in self._bad]
+            if all(node in self._complete() for node in calling):
+                break
+            if time.monotonic() - began > (ENOUGH_NODES_PATIENCE if enough else NODES_PATIENCE):
+                break
+        for node in self._names:
             missing = [i for i in range(self._plan.per_node) if (node, i) not in self._slots]
             if missing:
                 self._give_up(node, f"{len(missing)} of its {self._plan.per_node} slots did not start")
-        healthy = [node for node in self._plan.nodes if node not in self._bad]
-        self._active = healthy[: self._plan.training]
+        self._active = [node for node in self._names if node not in self._bad][: self._plan.training]
+
+    def _complete(self) -> list[str]:
+        """The nodes all of whose slots have called, and found nothing wrong."""
+        slots = range(self._plan.per_node)
+        return [n for n in self._names if n not in self._bad and all((n, i) in self._slots for i in slots)]
 
     def _give_up(self, node: str, why: str) -> None:
         if node not in self._bad:
@@ -117,7 +151,7 @@ class Supervisor:
             self._record(Verdict("hard", (), (node,), (why,)), node, None, "left out")
 
     def _spares(self) -> list[str]:
-        return [node for node in self._plan.nodes if node not in self._bad and node not in self._active]
+        return [node for node in self._names if node not in self._bad and node not in self._active]
 
     # attempts
 
@@ -148,11 +182,15 @@ class Supervisor:
 
     def _act_on(self, verdict: Verdict, idle: int) -> int | None:
         """Replaces who is to blame, writes the incident; the exit code where the run ends here."""
+        verdict = self._seen_before(verdict)
         guilty = [node for node in verdict.nodes if node in self._active]
         spares = self._spares()
         end = None
-        if verdict.kind == "divergence" and self._plan.on_divergence == "stop":
-            action, end = "stopped", "the run diverges: every rank computes the same non-finite numbers again"
+        self._arguments = ()
+        if verdict.kind == "divergence" and (back := self._way_back()) is not None:
+            action, self._arguments = back
+        elif verdict.kind == "divergence":
+            action, end = "stopped", "the run diverges: the numbers are not finite whichever node computes them"
         elif self._attempt >= self._plan.max_restarts:
             action, end = "stopped", f"resilience.max_restarts = {self._plan.max_restarts} restarts have been made"
         elif idle >= 2:
@@ -181,6 +219,31 @@ class Supervisor:
         self._attempt += 1
         return None
 
+    def _seen_before(self, verdict: Verdict) -> Verdict:
+        """What another node has computed at the same step already is no fault of a node."""
+        if verdict.kind != "soft" or not verdict.nodes:
+            return verdict
+        step = self._best_step + 1
+        before = self._soft_at.setdefault(step, verdict.nodes[0])
+        if before in verdict.nodes:
+            return verdict
+        evidence = (f"step {step} gave numbers that are not finite on {before} too, which was replaced",)
+        return Verdict("divergence", verdict.ranks, (), (*evidence, *verdict.evidence))
+
+    def _way_back(self) -> tuple[str, tuple[str, ...]] | None:
+        """(what is done, further arguments of the next attempt) where a diverging run may go back; else None.
+
+        It goes on from the newest checkpoint of weights alone before the step, with other data.
+        """
+        if self._plan.on_divergence != "rollback":
+            return None
+        models = [each for each in CheckpointFolder(self._plan.run).found() if isinstance(each, Checkpoint)]
+        models = [each for each in models if each.kind == "model" and each.manifest.progress.step <= self._best_step]
+        if not models:
+            return None
+        name, skipped = models[0].path.name, self._best_step + 1 - models[0].manifest.progress.step
+        return f"back to {name}, past the data of {skipped} steps", ("--from", name, "--skip-steps", str(skipped))
+
     def _start(self) -> None:
         """Starts a training process in every slot of the active nodes."""
         plan = self._plan
@@ -188,7 +251,8 @@ class Supervisor:
         # a new one for each attempt: the process group of the last has left its addresses in the old one
         timeout = timedelta(seconds=30)
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        logs = plan.run / LOGS / f"attempt-{self._attempt}"
+        logs = plan.run / beacon.LOGS / f"attempt-{self._attempt}"
+        arguments = [*plan.arguments, *self._arguments]
         common = {
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(plan.per_node),
@@ -213,10 +277,10 @@ class Supervisor:
                 slot.beat_at = slot.progress_at = now
                 own = {"RANK": str(slot.rank), "LOCAL_RANK": str(local_rank), beacon.NODE: node}
                 log = logs / f"rank-{slot.rank}.log"
-                self._send(
-                    slot, do="start", environment={**common, **own}, arguments=list(plan.arguments), log=str(log)
-                )
+                self._send(slot, do="start", environment={**common, **own}, arguments=arguments, log=str(log))
         self._shown = 0
+        self._slow = set()
+        self._settled = self._best_step + SETTLING
         self._write_state("training")
 
     def _watch(self) -> Verdict | None:
@@ -238,8 +302,23 @@ class Supervisor:
             elif time.monotonic() - beats_at > beacon.SECONDS:
                 beats_at = time.monotonic()
                 self._read_beats()
+                self._report_stragglers()
                 if not endings and (verdict := self._verdict_of_silence()) is not None:
                     return verdict
+
+    def _report_stragglers(self) -> None:
+        """Notes ranks that keep the others waiting, once an attempt each; nobody is replaced for that."""
+        slots = self._training()
+        if self._best_step < self._settled or any(slot.beat.get("phase") != "training" for slot in slots):
+            return
+        busy = {slot.rank or 0: float(slot.beat["busy"]) for slot in slots}  # type: ignore[arg-type]
+        for rank, times in stragglers(busy).items():
+            if rank not in self._slow:
+                self._slow.add(rank)
+                node = self._node_of(rank)
+                why = f"rank {rank} ({node}) computes for {busy[rank]:.3f} s a step, {times:.1f} times the median rank"
+                self._record(Verdict("slow", (rank,), (node,), (why,)), node, rank, "none")
+                self._say(f"straggler: {why}")
 
     def _verdict_of_endings(self) -> Verdict:
         soft = [read_report(self._plan.run, self._attempt, slot.rank) for slot in self._training()]
@@ -395,7 +474,7 @@ class Supervisor:
             return ()
 
     def _log(self, rank: int) -> Path:
-        return self._plan.run / LOGS / f"attempt-{self._attempt}" / f"rank-{rank}.log"
+        return self._plan.run / beacon.LOGS / f"attempt-{self._attempt}" / f"rank-{rank}.log"
 
     def _show_log(self) -> None:
         """Passes on what rank 0 has printed."""
@@ -452,8 +531,3 @@ def _last_step(run: Path) -> int:
         return read_metrics(run)[-1].step
     except ValueError:
         return 0
-
-
-def node_names(count: int) -> Sequence[str]:
-    """Names of local nodes: node0, node1, ..."""
-    return [f"node{number}" for number in range(count)]

@@ -2,10 +2,12 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from optimus_compiler.runtime.resilience.incidents import Kind
+from optimus_compiler.runtime.resilience.stacks import waits_for_peers
 
 # What a process says that only lost its peer: it is a victim.
 _PEER_LOST = re.compile(
@@ -15,13 +17,8 @@ _PEER_LOST = re.compile(
 )
 # Signals that job launchers and broken communication deal out to the others once one process has died.
 _CASCADE = (signal.SIGTERM, signal.SIGSEGV)
+SLOW = 2.0  # times the median rank's
 _WRITER = re.compile(r"could not be written \(rank (\d+): ")
-# Lines of a stack in which a process waits for its peers.
-_COLLECTIVE = re.compile(
-    r"wait_tensor|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|batch_isend_irecv|"
-    r"\bwork\.wait\(|\b(irecv|isend|recv|send)\b|gather_object|_wait\b"
-)
-INNERMOST = 6  # lines of a stack that say what a process does now
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Sight:
     @property
     def waits(self) -> bool:
         """Whether it is inside a collective, waiting for others."""
-        return any(_COLLECTIVE.search(line) for line in self.stack[-INNERMOST:])
+        return waits_for_peers(self.stack)
 
 
 @dataclass(frozen=True)
@@ -132,3 +129,12 @@ def _describe(ending: Ending) -> str:
 
 def _place(sight: Sight) -> str:
     return sight.stack[-1].strip() if sight.stack else f"{sight.state}, {sight.phase}"
+
+
+def stragglers(busy: Mapping[int, float]) -> dict[int, float]:
+    """The ranks that compute for more than twice as long as the median rank, and how many times as long.
+
+    busy: seconds of a step that each rank is in no collective.
+    """
+    typical = median(busy.values()) if busy else 0.0
+    return {rank: seconds / typical for rank, seconds in busy.items() if typical > 0 and seconds > SLOW * typical}
