@@ -83,7 +83,7 @@ class Faults:
         )
 
     def strike(self, step: int, weights: Sequence[torch.Tensor]) -> None:
-        """What is due at a step happens. weights: this rank's, of which "nan" spoils an element."""
+        """What is due at a step happens. weights: this rank's, which "nan" spoils."""
         for number, injection in self._ours.items():
             if injection.step == step and self._is_first_time(number, injection):
                 self._happen(injection.kind, weights)
@@ -110,7 +110,7 @@ class Faults:
                     time.sleep(60)
             case "nan" | "nan-all":
                 for weight in weights:
-                    weight.view(-1)[:1].fill_(torch.nan)
+                    weight.fill_(torch.nan)
             case "slow":
                 self._slow = True
             case "exit":

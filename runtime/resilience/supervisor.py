@@ -312,7 +312,8 @@ class Supervisor:
         if self._best_step < self._settled or any(slot.beat.get("phase") != "training" for slot in slots):
             return
         busy = {slot.rank or 0: float(slot.beat["busy"]) for slot in slots}  # type: ignore[arg-type]
-        for rank, times in stragglers(busy).items():
+        step = max(float(slot.beat["seconds"]) for slot in slots)  # type: ignore[arg-type]
+        for rank, times in stragglers(busy, step).items():
             if rank not in self._slow:
                 self._slow.add(rank)
                 node = self._node_of(rank)

@@ -131,10 +131,12 @@ def _place(sight: Sight) -> str:
     return sight.stack[-1].strip() if sight.stack else f"{sight.state}, {sight.phase}"
 
 
-def stragglers(busy: Mapping[int, float]) -> dict[int, float]:
+def stragglers(busy: Mapping[int, float], step: float) -> dict[int, float]:
     """The ranks that compute for more than twice as long as the median rank, and how many times as long.
 
-    busy: seconds of a step that each rank is in no collective.
+    busy: seconds of a step in which each rank is in no collective; step: seconds of a whole step, of which a straggler
+    takes up more than half: the others wait for it.
     """
     typical = median(busy.values()) if busy else 0.0
-    return {rank: seconds / typical for rank, seconds in busy.items() if typical > 0 and seconds > SLOW * typical}
+    slow = {rank: seconds for rank, seconds in busy.items() if seconds > max(SLOW * typical, step / 2)}
+    return {rank: seconds / typical for rank, seconds in slow.items() if typical > 0}

@@ -2,8 +2,10 @@
 
 import signal
 
+import pytest
+
 from optimus_compiler.runtime.resilience.soft import Report, verdict_of_reports
-from optimus_compiler.runtime.resilience.verdict import Ending, Sight, verdict_of_endings, verdict_of_hang
+from optimus_compiler.runtime.resilience.verdict import Ending, Sight, stragglers, verdict_of_endings, verdict_of_hang
 
 PEER_GONE = (
     "Traceback ...",
@@ -135,3 +137,10 @@ def test_divergence_in_the_first_stage_of_a_pipeline() -> None:
 def test_nobody_made_it_as_far_as_is_known() -> None:
     verdict = verdict_of_reports([report(rank, None, is_own=False) for rank in range(2)], node_of)
     assert (verdict.kind, verdict.nodes, verdict.evidence) == ("soft", (), ("no rank computed it itself",))
+
+
+def test_a_straggler_keeps_the_others_waiting() -> None:
+    assert stragglers({0: 0.05, 1: 0.04, 2: 0.5, 3: 0.05}, 0.55) == {2: pytest.approx(10)}
+    assert stragglers({0: 0.5, 1: 0.5, 2: 0.6, 3: 0.5}, 0.7) == {}  # not twice as long
+    assert stragglers({0: 0.05, 1: 0.02, 2: 0.02, 3: 0.02}, 0.55) == {}  # nobody waits for it
+    assert stragglers({}, 0.0) == {}
