@@ -31,11 +31,12 @@ class Launch:
     run: Path
     overrides: tuple[str, ...] = ("mesh.dp=6",)
     environment: dict[str, str] = field(default_factory=dict)
+    prefix: list[str] = field(default_factory=list)  # what the command runs under
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *flags: str, nodes: int = 3, spares: int = 2, per_node: int = 2) -> subprocess.Popen[str]:
         settings = (f"data.path={self.tiny / 'data'}", *SETTINGS, *self.overrides)
-        command = [sys.executable, "-m", "optimus_compiler", "launch", str(self.tiny / "tiny.toml")]
+        command = [*self.prefix, sys.executable, "-m", "optimus_compiler", "launch", str(self.tiny / "tiny.toml")]
         command += ["--output", str(self.run), "--nodes", str(nodes), "--spares", str(spares)]
         command += ["--procs-per-node", str(per_node)]
         command += [word for setting in settings for word in ("--set", setting)]
