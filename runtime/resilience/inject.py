@@ -27,10 +27,13 @@ class InjectionError(ValueError):
 
 @dataclass(frozen=True)
 class Injection:
-    """A fault at the start of a step (counted from 1) on a node: in its first rank, unless a global rank is given."""
+    """A fault at the start of a step (counted from 1) on a node: in its first rank, unless a global rank is given.
+
+    node None: wherever the rank runs.
+    """
 
     step: int
-    node: str
+    node: str | None
     kind: FaultKind
     rank: int | None = None
 
@@ -47,10 +50,10 @@ class Injection:
             raise InjectionError(f"--inject {text!r}: step must be a number from 1 on")
         if not fields.get("rank", "0").isdecimal():
             raise InjectionError(f"--inject {text!r}: rank must be a number from 0 on")
-        node = fields.get("node", "0")
+        node = fields.get("node", None if "rank" in fields else "0")
         return Injection(
             int(fields["step"]),
-            f"node{node}" if node.isdecimal() else node,
+            f"node{node}" if node is not None and node.isdecimal() else node,
             fields["kind"],  # type: ignore[arg-type]
             int(fields["rank"]) if "rank" in fields else None,
         )
@@ -65,10 +68,8 @@ class Faults:
         self._ours: dict[int, Injection] = {}  # by their number
         for number, text in enumerate(specifications):
             injection = Injection.parse(text)
-            is_target = injection.node == node and (
-                local_rank == 0 if injection.rank is None else rank == injection.rank
-            )
-            if is_target or injection.kind == "nan-all":
+            is_rank = local_rank == 0 if injection.rank is None else rank == injection.rank
+            if (is_rank and injection.node in (node, None)) or injection.kind == "nan-all":
                 self._ours[number] = injection
 
     @staticmethod

@@ -12,6 +12,7 @@ def test_a_specification() -> None:
     assert Injection.parse("step=7,node=1,kind=kill") == Injection(7, "node1", "kill")
     assert Injection.parse("kind=nan, rank=3, step=1, node=x1921c0") == Injection(1, "x1921c0", "nan", 3)
     assert Injection.parse("step=2,kind=exit").node == "node0"
+    assert Injection.parse("step=2,kind=exit,rank=5") == Injection(2, None, "exit", 5)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_it_strikes_its_rank_at_its_step_once_in_the_life_of_a_run(tmp_path: Pat
     assert strike(tmp_path, texts, 5)
     assert not strike(tmp_path, texts, 5)  # the run was started again
     assert strike(tmp_path, [*texts, "step=5,node=1,kind=nan,rank=3"], 5, rank=3, local_rank=1)
+    assert strike(tmp_path, [*texts, *texts, "step=6,kind=nan,rank=3"], 6, node="node9", rank=3, local_rank=1)
 
 
 def test_nan_all_strikes_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +165,62 @@ def test_srun(launch: Launch, undisturbed: Undisturbed, slurm: Path) -> None:
     launch.prefix = ["salloc", "--nodes=3", "--ntasks-per-node=2", "--quiet"]
     flags = ("--inject", "step=6,node=n2,kind=kill", "--launcher", "srun")
     assert_recovers(launch, undisturbed, *flags, replaced="n2")
+
+
+NAMESPACES = """\
+#!/bin/sh
+# Starts its command in the network namespace of the host, twice: a node of two ranks behind a link of its own.
+[ "$1" = --version ] && echo "mpiexec (namespaces)" && exit
+while [ "${1#-}" != "$1" ]; do [ "$1" = -hosts ] && host=$2; shift 2; done
+PMI_SIZE=2 PMI_RANK=0 PMI_LOCAL_RANK=0 ip netns exec optimus-${host##*.} "$@" &
+PMI_SIZE=2 PMI_RANK=1 PMI_LOCAL_RANK=1 ip netns exec optimus-${host##*.} "$@" &
+wait
+"""
+
+
+@pytest.fixture
+def links(tmp_path: Path) -> Iterator[list[str]]:
+    """Three hosts, 10.78.0.1 to 3, each a namespace behind a link to a bridge."""
+
+    def ip(*arguments: str, check: bool = True) -> None:
+        subprocess.run(["ip", *arguments], check=check, capture_output=True)
+
+    if shutil.which("ip") is None or os.geteuid():
+        pytest.skip("network namespaces need `ip` and root")
+    try:
+        ip("link", "add", "optimus-br", "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    ip("addr", "add", "10.78.0.254/24", "dev", "optimus-br")
+    ip("link", "set", "optimus-br", "up")
+    for i in ("1", "2", "3"):
+        ip("netns", "add", f"optimus-{i}")
+        ip("link", "add", f"optimus-v{i}", "type", "veth", "peer", "name", "eth0", "netns", f"optimus-{i}")
+        ip("link", "set", f"optimus-v{i}", "master", "optimus-br", "up")
+        ip("-n", f"optimus-{i}", "addr", "add", f"10.78.0.{i}/24", "dev", "eth0")
+        ip("-n", f"optimus-{i}", "link", "set", "eth0", "up")
+        ip("-n", f"optimus-{i}", "link", "set", "lo", "up")
+    yield ["10.78.0.1", "10.78.0.2", "10.78.0.3"]
+    for i in ("1", "2", "3"):
+        ip("netns", "del", f"optimus-{i}", check=False)
+    ip("link", "del", "optimus-br", check=False)
+
+
+def test_a_cut_link_is_noticed_within_seconds(launch: Launch, links: list[str], tmp_path: Path) -> None:
+    """gloo itself would wait for 30 minutes."""
+    launch.overrides = (*DP4, "train.steps=400", "optimizer.decay_steps=400")
+    (tmp_path / "hosts").write_text("\n".join(links))
+    launch.environment |= {"PATH": executable(tmp_path / "bin", NAMESPACES), "GLOO_SOCKET_IFNAME": "eth0"}
+    process = launch.start("--launcher", "mpiexec", "--hostfile", str(tmp_path / "hosts"), **SIZES)
+    launch.reach(5)
+    subprocess.run(["ip", "link", "set", "optimus-v2", "down"], check=True)
+    cut = time.time()
+    deadline = cut + 60
+    while not launch.incidents and time.time() < deadline:
+        time.sleep(0.1)
+    (incident,) = launch.incidents
+    assert (incident["node"], incident["action"]) == ("10.78.0.2", "10.78.0.2 replaced by 10.78.0.3")
+    assert incident["time"] - cut < 20
+    launch.reach(incident["step"] + 2)  # on the spare
+    process.terminate()
+    assert process.wait(timeout=60) == 0
