@@ -163,17 +163,17 @@ class Supervisor:
             reached = self._best_step
             self._start()
             verdict = self._watch()
-            if self._stopping and verdict is None:
-                return 0
             if verdict is None:
-                self._write_state("finished")
+                self._write_state("stopped" if self._stopping else "finished")
                 return 0
+            if self._stopping:
+                return self._end(f"the run was told to stop and failed instead: {verdict.evidence[0]}")
             self._best_step = max(self._best_step, _last_step(self._plan.run))
             mistakes = [e for e in self._endings() if e.code == USER_ERROR]
             self._kill()
-            if mistakes and len(mistakes) == len(self._training()):
+            if mistakes and {e.rank for e in mistakes} >= set(verdict.ranks):  # the others only lost their peers
                 self._write_state("failed")
-                self._say("\n".join(line for line in mistakes[0].tail if "optimus: error" in line))
+                self._say("\n".join(line for line in mistakes[0].tail if line.startswith("optimus: error")))
                 return USER_ERROR
             idle = 0 if self._best_step > reached else idle + 1
             code = self._act_on(verdict, idle)
