@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 from tests.tiny_run import write_config, write_data
 
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 4}
-LENGTH, ROUNDS = 512, 9
+LENGTH, ROUNDS = 512, 25
 
 
 @pytest.fixture

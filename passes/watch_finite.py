@@ -24,8 +24,8 @@ SENDING = {
 class WatchFinite(Pass):
     """Finiteness of what crosses ranks, forward and backward, without a host sync and without a change of any bit.
 
-    1. A point is a floating-point value where a layer begins (received) and ends (local), before a collective (local)
-       and after it (received). Stages of a pipeline begin and end with layers.
+    1. A point is a floating-point value where a layer ends (local) and, in a pipeline, begins (received), before a
+       collective (local) and after it (received). Stages of a pipeline begin and end with layers.
     2. Forward: the sum of the value, in fp32, is finite just when the value is. A segment's sums are one output
        `watch.N` [points] of the program.
     3. Backward: add a probe to the value, an element of an input that is -0.0 (x + -0.0 is x, bit for bit). The
@@ -60,7 +60,7 @@ def _points_of(program: Program, group: list[Segment], made: set[str]) -> list[_
     segment, points = group[0], []
     kind = segment.kind
     for name, node in zip(segment.inputs, segment.placeholders()[len(segment.parameters) :], strict=True):
-        if name in made and _is_hidden(node):
+        if program.mesh.pp > 1 and name in made and _is_hidden(node):  # else it is the output of the layer before
             points.append(_Point(node, None, WatchPoint(f"the input of a {kind}", is_local=False)))
     for node in segment.graph.graph.nodes:
         if node.target not in SENDING:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from optimus_compiler.runtime.resilience.stacks import INNERMOST, stack_of, waits_for_peers
 
 SECONDS = 0.5  # between two beats
-SAMPLES = 10  # looks at the main thread from beat to beat
-FORGET = 0.98  # what a look at the main thread weighs after the next: about 50 count
+SAMPLES = 5  # looks at the main thread from beat to beat
+FORGET = 0.96  # what a look at the main thread weighs after the next: about 25 count
 LOGS = "logs"  # in the run directory
 ADDRESS, ATTEMPT, NODE, INJECT = "OPTIMUS_STORE", "OPTIMUS_ATTEMPT", "OPTIMUS_NODE", "OPTIMUS_INJECT"
 

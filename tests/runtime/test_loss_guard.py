@@ -37,29 +37,29 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_skips_it_too(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("resilience.loss_spike_sigma=100", "train.steps=26", "optimizer.decay_steps=26", "checkpoint.every=23")
-    read = trainer._read
+    read, step = trainer._read, ShardedAdamW.step
     taken: list[int] = []
-    step = ShardedAdamW.step
+    steps_to_the_spike = [24]
 
     def spiking(*arguments: Any) -> Any:
         loss, *rest = read(*arguments)
-        return (loss + (1e6 if len(taken) == 23 and not spiked else 0), *rest)
+        steps_to_the_spike[0] -= 1
+        return (loss + (1e6 if steps_to_the_spike[0] == 0 else 0), *rest)
 
     def counting(optimizer: ShardedAdamW, **arguments: Any) -> Any:
         taken.append(optimizer.steps_taken)
         return step(optimizer, **arguments)
 
-    spiked: list[int] = []
     monkeypatch.setattr(trainer, "_read", spiking)
     monkeypatch.setattr(ShardedAdamW, "step", counting)
-    whole = Start(tiny, tmp_path / "whole")
-    whole.run(*settings, stop_after=25)
+    run = Start(tiny, tmp_path / "run")
+    run.run(*settings, stop_after=25)
     assert taken == [*range(23), 23]  # of 25 steps one was skipped, the 24th
-    assert "step 24: the loss 100000" in "".join(whole.said)
-    progress = open_checkpoint(tmp_path / "whole" / "checkpoints" / "step-23").manifest.progress
+    assert "step 24: the loss 100000" in "".join(run.said)
+    progress = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-23").manifest.progress
     assert len(progress.recent_losses) == 23
-    del taken[:-1]
-    taken[:] = list(range(23))  # the same moment again, in a new process
-    metrics = whole.run(*settings, stop_after=25)
-    assert taken == [*range(23), 23]
+    taken.clear()
+    steps_to_the_spike[0] = 1  # the same step again, in a new process
+    metrics = run.run(*settings, stop_after=25)
+    assert taken == [23]
     assert metrics[23].loss > 1e5
