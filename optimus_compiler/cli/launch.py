@@ -63,7 +63,8 @@ def launch(
     from optimus_compiler.config import load_config
     from optimus_compiler.runtime.resilience.hosts import LOCAL, Node, find_nodes
     from optimus_compiler.runtime.resilience.inject import Injection
-    from optimus_compiler.runtime.resilience.supervisor import Plan, Supervisor
+    from optimus_compiler.runtime.resilience.plan import Plan
+    from optimus_compiler.runtime.resilience.supervisor import Supervisor
 
     settings = load_config(config, overrides or ())
     for specification in inject or ():
