@@ -42,7 +42,12 @@ def compare(sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def of_all(*quick: str) -> list[object]:
+    """Every layout, all but some of them only in long runs."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", of_all("ep", "tp", "pp"))
 def test_watching_changes_no_bit(ranks: Ranks, layout: str) -> None:
     for differing in ranks.run(2, compare, *LAYOUTS[layout]):
         assert differing == []
@@ -67,8 +72,10 @@ def poisoned(sizes: dict[str, int], options: dict[str, Any], culprits: list[int]
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("culprits", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("layout", of_all("dp", "ep", "tp", "pp"))
+@pytest.mark.parametrize(
+    "culprits", [[1], *(pytest.param(c, marks=pytest.mark.slow) for c in ([0], [0, 1]))], ids=["1", "0", "both"]
+)
 def test_the_culprit_is_told_from_its_victims(ranks: Ranks, layout: str, culprits: list[int]) -> None:
     sizes, options = LAYOUTS[layout]
     found = ranks.run(2, poisoned, sizes, options, culprits)

@@ -12,6 +12,7 @@ from types import FrameType
 from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFolder
 from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.metrics import read_metrics
+from optimus_compiler.runtime.resilience import beacon
 from optimus_compiler.runtime.resilience.attempt import Attempt
 from optimus_compiler.runtime.resilience.incidents import INCIDENTS, Incident, Kind, record
 from optimus_compiler.runtime.resilience.plan import Plan
@@ -33,7 +34,8 @@ class Supervisor:
         self._say = say
         self._bad: dict[str, str] = {}  # node -> why
         self._active: list[str] = []  # the nodes that train
-        self._number = 0  # of the attempt
+        self._first = _attempts_so_far(plan.run)  # logs and reports of earlier launches stay what they are
+        self._number = self._first  # of the attempt
         self._step = _last_step(plan.run)  # that was finished, in any attempt
         self._soft_at: dict[int, str] = {}  # step -> node that was blamed for numbers that are not finite
         self._stopping = False
@@ -133,7 +135,7 @@ class Supervisor:
             action, further = back
         elif verdict.kind == "divergence":
             action, end = "stopped", "the run diverges: the numbers are not finite whichever node computes them"
-        elif self._number >= self._plan.max_restarts:
+        elif self._number - self._first >= self._plan.max_restarts:
             action, end = "stopped", f"resilience.max_restarts = {self._plan.max_restarts} restarts have been made"
         elif idle >= IDLE_ATTEMPTS:
             action, end = "stopped", f"{idle} attempts in a row finished no step"
@@ -208,6 +210,12 @@ class Supervisor:
         self._write_state("failed")
         self._say(f"optimus: error: {why}: {self._plan.run / INCIDENTS} has the evidence")
         return RUN_FAILED
+
+
+def _attempts_so_far(run: Path) -> int:
+    """How many attempts earlier launches have made."""
+    numbers = [path.name.removeprefix("attempt-") for path in (run / beacon.LOGS).glob("attempt-*")]
+    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
 def _last_step(run: Path) -> int:

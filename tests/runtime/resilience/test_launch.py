@@ -27,28 +27,31 @@ def assert_no_step_lost_beyond_the_interval(run: Path) -> None:
 TOLD = {"kill": "hard", "exit": "hard", "oom": "hard", "stop": "hang", "hang": "hang", "nan": "soft"}
 
 
-def expected(faults: list[tuple[int, int, str]]) -> list[tuple[str, str, str]]:
+def expected(faults: list[tuple[int, int, str]], per_node: int) -> list[tuple[str, str, str]]:
     """Of (step, rank, kind): what is told, if each node that is blamed gives way to the next spare."""
     active, told = ["node0", "node1", "node2"], []
     for number, (_, rank, kind) in enumerate(faults):
-        node, spare = active[rank // 2], f"node{3 + number}"
+        node, spare = active[rank // per_node], f"node{3 + number}"
         told.append((TOLD[kind], node, f"{node} replaced by {spare}"))
-        active[rank // 2] = spare
+        active[rank // per_node] = spare
     return told
 
 
-def test_faults_of_every_kind_one_after_the_other(launch: Launch, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_faults_of_every_kind_one_after_the_other(launch: Launch, undisturbed: Undisturbed, per_node: int) -> None:
     """Each rank's node is named and replaced; the end is bit by bit that of the undisturbed run."""
-    faults = [(3, 2, "kill"), (5, 0, "stop"), (7, 3, "nan"), (9, 4, "exit"), (11, 1, "oom")]
-    code, out = launch.wait(
-        *injected(*(f"step={step},rank={rank},kind={kind}" for step, rank, kind in faults)), spares=5
-    )
+    layout = f"mesh.dp={3 * per_node}"
+    last = 3 * per_node - 1
+    faults = [(3, 1, "kill"), (5, 0, "stop"), (7, last, "nan"), (9, 2, "exit"), (11, 1, "oom")]
+    launch.overrides = (layout,)
+    injections = injected(*(f"step={step},rank={rank},kind={kind}" for step, rank, kind in faults))
+    code, out = launch.wait(*injections, spares=5, per_node=per_node)
     assert code == 0, out
-    assert launch.told == expected(faults)
+    assert launch.told == expected(faults, per_node)
     assert [each["step"] for each in launch.incidents] == [step - 1 for step, _, _ in faults]
     assert [each["rank"] for each in launch.incidents] == [rank for _, rank, _ in faults]
     assert "SIGKILL" in launch.incidents[0]["evidence"][0]
-    assert numbers(launch.metrics) == numbers(undisturbed.metrics(DP6))
+    assert numbers(launch.metrics) == numbers(undisturbed.metrics(layout, per_node=per_node))
     assert_no_step_lost_beyond_the_interval(launch.run)
 
 
@@ -81,7 +84,8 @@ def test_a_nan_is_traced_through_the_mesh(launch: Launch, layout: tuple[str, ...
 
 
 def test_spares_run_out(launch: Launch) -> None:
-    code, out = launch.wait(*injected("step=2,node=1,kind=exit"), nodes=2, spares=0, per_node=3)
+    launch.overrides = ("mesh.dp=2",)
+    code, out = launch.wait(*injected("step=2,node=1,kind=exit"), nodes=2, spares=0, per_node=1)
     assert code == 1
     assert "no spare node is left for node1" in out
     assert launch.told == [("hard", "node1", "stopped")]
@@ -140,7 +144,8 @@ def test_a_mistake_of_the_user_is_no_failure(launch: Launch) -> None:
 def test_nothing_outlives_a_killed_supervisor_and_the_same_command_goes_on(
     launch: Launch, undisturbed: Undisturbed
 ) -> None:
-    process = launch.start(spares=0)
+    launch.overrides = ("mesh.dp=3",)
+    process = launch.start(*injected("step=6,node=0,kind=slow"), spares=0, per_node=1)
     launch.reach(5)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -148,10 +153,12 @@ def test_nothing_outlives_a_killed_supervisor_and_the_same_command_goes_on(
     while launch.left_over() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert launch.left_over() == []
-    code, out = launch.wait(spares=0)
+    code, out = launch.wait(spares=0, per_node=1)
     assert code == 0
     assert "continuing after step 4" in out
-    assert numbers(launch.metrics) == numbers(undisturbed.metrics(DP6))
+    assert "step 1/14" not in out
+    assert sorted(path.name for path in (launch.run / "logs").iterdir()) == ["attempt-0", "attempt-1"]
+    assert numbers(launch.metrics) == numbers(undisturbed.metrics("mesh.dp=3", per_node=1))
 
 
 @pytest.mark.slow
@@ -180,7 +187,7 @@ def test_soak(launch: Launch) -> None:
     )
     out, _ = process.communicate(timeout=1200)
     assert process.returncode == 0, out
-    assert launch.told == expected(faults)
+    assert launch.told == expected(faults, 2)
     assert_no_step_lost_beyond_the_interval(launch.run)
     assert launch.metrics[-1].step == 205
 
