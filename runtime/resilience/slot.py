@@ -95,7 +95,6 @@ class _Slot:
         if worker == 0:
             _train(message["environment"], message["arguments"], Path(message["log"]))
         self._worker, self._exit = worker, os.pidfd_open(worker)
-        self._line.send(started=worker)
 
     def _report_end(self) -> None:
         _, status = os.waitpid(self._worker, 0)
@@ -107,8 +106,8 @@ class _Slot:
 
     def _kill(self) -> None:
         if self._worker:
-            _kill_group(self._worker)
-            with contextlib.suppress(ChildProcessError):
+            os.kill(self._worker, signal.SIGKILL)  # it may not lead its group yet
+            with contextlib.suppress(OSError):  # nobody may be left to report to
                 self._report_end()
 
     def _look(self) -> dict[str, str]:
@@ -160,8 +159,6 @@ def die_with_parent() -> None:
 def _kill_group(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(leader, signal.SIGKILL)
 
 
 def _fault_of_node(run: Path) -> str | None:
