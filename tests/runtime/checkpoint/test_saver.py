@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from optimus_compiler.config import CheckpointSection
 from optimus_compiler.runtime.checkpoint import saver
+from optimus_compiler.runtime.checkpoint.contents import Snapshot
 from optimus_compiler.runtime.checkpoint.folder import Checkpoint
 from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
 from tests.runtime.checkpoint.small_run import SmallRun, progress
@@ -123,3 +125,31 @@ def test_both_kinds_of_one_step_are_of_one_moment(run: SmallRun, gate: Gate) -> 
 def test_what_is_due(run: SmallRun, settings: dict[str, int], step: int, last: bool, kinds: list[str]) -> None:
     with run.saving(CheckpointSection.model_validate(settings)) as saving:
         assert saving.due(step, last=last) == kinds
+
+
+class Recorded:
+    """A tensor on an accelerator that is not here: keeps the calls that are made with it."""
+
+    device = torch.device("xpu")
+
+    def __init__(self, calls: list[object]) -> None:
+        self._calls = calls
+
+    def copy_(self, live: object, *, non_blocking: bool) -> None:
+        self._calls.append((live, non_blocking))
+
+
+def test_a_snapshot_of_an_accelerator_is_complete_before_training_goes_on(
+    run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are queued, and waited for once, by the call that every accelerator has."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
+    snapshot = Snapshot(run.compiled, run.optimizer, scattered=False, staged=True)
+    live = [Recorded(calls), Recorded(calls)]
+    snapshot._copies = {"model": [(live[0], live[0])], "full": [(live[1], live[1])]}  # type: ignore[list-item]
+    snapshot.take("full")
+    assert calls == [(live[0], True), (live[1], True), "synchronize"]
+    calls.clear()
+    snapshot.take("model")
+    assert calls == [(live[0], True), "synchronize"]
