@@ -8,6 +8,7 @@ from optimus_compiler.config import Config, ConfigError, known_keys, nearest_key
 # Where and how a run computes, not what: these may change between two starts.
 FREE_SECTIONS = ("mesh", "pipeline", "activation_checkpointing", "checkpoint", "resilience", "log", "eval")
 FREE_KEYS = ("train.steps", "optimizer.sharding", "optimizer.zero", "data.validation_path")
+BY_CONTENTS = ("model.name", "model.overrides", "data.path")  # what they lead to must be the same
 
 
 def keep_first_values(config: Config, first: Config) -> Config:
@@ -36,7 +37,6 @@ def refuse_changes(
             raise ConfigError(f"--allow-changed {key}: there is no such key{nearest_key(key.split('.', 1))}")
     old, new = tables(before), tables(now)
     changed = [key for key in known_keys() if _value(old, key) != _value(new, key) and not _is_free(key)]
-    changed = [key for key in changed if not ((key.startswith("model.") and key != "model.init") or key == "data.path")]
     if not same_model:
         differing = [key for key in ("model.name", "model.overrides") if _value(old, key) != _value(new, key)]
         changed = (differing or ["model.name"]) + changed
@@ -50,7 +50,7 @@ def refuse_changes(
 
 
 def _is_free(key: str) -> bool:
-    return key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS
+    return key in (*FREE_KEYS, *BY_CONTENTS) or key.partition(".")[0] in FREE_SECTIONS
 
 
 def _value(table: dict[str, dict[str, object]], key: str) -> object:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,11 @@ def run_lock(directory: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            warnings.warn(
+                f"{directory} is on a file system without locks ({error.strerror}): nothing keeps two runs from "
+                "writing there at once",
+                stacklevel=2,
+            )
         yield
     finally:
         os.close(folder)

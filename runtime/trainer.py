@@ -78,7 +78,7 @@ def train(
         lock = run_lock(run.directory) if run.mesh.rank == 0 else nullcontext()
         with lock, _compile_cache(run), Beacon() as beacon:
             compiled = compile_model(run.config, run.model_config, run.mesh)
-            for metrics in _steps(run, compiled, profile, say):
+            for metrics in _steps(run, compiled, beacon, profile, say):
                 step = metrics.step
                 beacon.finished(step, metrics.seconds)
                 if run.mesh.rank == 0:
@@ -91,7 +91,9 @@ def train(
         raise RunFailedError(f"the run in {run.directory} stopped {where}: {type(error).__name__}: {error}") from error
 
 
-def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str], None]) -> Iterator[StepMetrics]:
+def _steps(
+    run: Run, compiled: CompiledModel, beacon: Beacon, profile: bool, say: Callable[[str], None]
+) -> Iterator[StepMetrics]:
     config, mesh = run.config, run.mesh
     notice = say if mesh.rank == 0 else lambda sentence: None
     optimizer = _optimizer(compiled, config)
@@ -180,6 +182,8 @@ def _steps(run: Run, compiled: CompiledModel, profile: bool, say: Callable[[str]
             kinds = saver.due(progress.step, last=is_last)
             if stopping and not is_last and "full" not in kinds:
                 kinds = ["full", *kinds]
+            if kinds:
+                beacon.phase = "saving"  # which may take many times as long as a step
             if kinds and mesh.rank == 0:
                 os.fsync(log.fileno())  # no checkpoint is on the disk without the metrics before it
             stalled = saver.save(kinds, progress)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from optimus_compiler.cli.stages import StageProgress
+    from optimus_compiler.runtime.checkpoint.folder import Checkpoint
 
 app = typer.Typer(help="Look at the checkpoints of a run.", rich_markup_mode=None)
 
@@ -50,20 +54,13 @@ def verify(
                 faults.append(each.fault)
                 table.add_row(each.path.name, "", each.kind, "", "", "", "damaged")
                 continue
-            files, read = each.manifest.files, 0
-            total = sum(stored.bytes for stored in files.values())
-
-            def on_bytes(count: int, name: str = each.path.name, total: int = total) -> None:
-                nonlocal read
-                read += count
-                progress.show(f"verifying {name}", read, total)
-
-            fault = each.manifest.fault(each.path, on_bytes=on_bytes)
+            fault = fault_with_progress(each, progress)
             if fault is not None:
                 faults.append(f"{each.path} is damaged: {fault}")
             step, tensors = f"{each.manifest.progress.step:,}", f"{len(each.manifest.parameters):,}"
+            files, size = f"{len(each.manifest.files):,}", f"{each.manifest.bytes / 2**30:.3f}"
             state = "whole" if fault is None else "damaged"
-            table.add_row(each.path.name, step, each.kind, tensors, f"{len(files):,}", f"{total / 2**30:.3f}", state)
+            table.add_row(each.path.name, step, each.kind, tensors, files, size, state)
     for path in torn:
         table.add_row(path.name, "", "", "", "", "", "half-written, never loaded")
     Console(width=None if Console().is_terminal else 120).print(table)
@@ -73,3 +70,15 @@ def verify(
         raise CheckpointError(
             f"{run}: damaged checkpoints: {len(faults)} of {len(checkpoints)}: delete or restore them"
         )
+
+
+def fault_with_progress(checkpoint: Checkpoint, progress: StageProgress) -> str | None:
+    """The first file of a checkpoint that is not what was written, in words, as its bytes are read."""
+    read = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal read
+        read += count
+        progress.show(f"verifying {checkpoint.path.name}", read, checkpoint.manifest.bytes)
+
+    return checkpoint.manifest.fault(checkpoint.path, on_bytes=on_bytes)

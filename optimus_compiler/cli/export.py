@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from optimus_compiler.cli.checkpoint import fault_with_progress
 
 if TYPE_CHECKING:
     from optimus_compiler.runtime.checkpoint.folder import Checkpoint
@@ -31,25 +32,21 @@ def export(
       optimus export run/checkpoints/step-1000 exported
       optimus export run exported --max-file-size 2GB
     """
+    from optimus_compiler.activation_memory import parse_bytes
     from optimus_compiler.cli.stages import StageProgress
     from optimus_compiler.runtime.checkpoint.export import export as export_checkpoint
     from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
 
     source = _open(checkpoint)
-    file_bytes = _bytes(max_file_size)
+    try:
+        file_bytes = parse_bytes(max_file_size)
+    except ValueError:
+        raise CheckpointError(f"--max-file-size {max_file_size!r} is no size: write for example 5GB or 500MB") from None
     found, eos = (tokenizer, None) if tokenizer else _tokenizer_of(source)
     if tokenizer and not tokenizer.is_file():
         raise CheckpointError(f"--tokenizer {tokenizer} does not exist: name a tokenizer.json")
     with StageProgress() as progress:
-        total = sum(stored.bytes for stored in source.manifest.files.values())
-        read = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal read
-            read += count
-            progress.show("verifying", read, total)
-
-        if (fault := source.manifest.fault(source.path, on_bytes=on_bytes)) is not None:
+        if (fault := fault_with_progress(source, progress)) is not None:
             raise CheckpointError(f"{source.path} is damaged: {fault}: export another checkpoint")
         export_checkpoint(source, output, tokenizer=found, eos=eos, file_bytes=file_bytes, progress=progress.show)
     missing = "" if found else " (no tokenizer: the data of the run is not at its data.path; add one with --tokenizer)"
@@ -85,12 +82,3 @@ def _tokenizer_of(source: Checkpoint) -> tuple[Path | None, str | None]:
         return Path(data) / TOKENIZER, Manifest.read(Path(data)).eos
     except DataError:
         return None, None
-
-
-def _bytes(text: str) -> int:
-    """Bytes of "5GB", "500MB" or "2GiB"."""
-    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
-    if match is None or not float(match[1]):
-        raise ValueError(f"--max-file-size {text!r} is no size: write for example 5GB or 500MB")
-    return int(float(match[1]) * units[match[2]])

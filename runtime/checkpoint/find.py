@@ -21,8 +21,8 @@ def find_newest(folder: CheckpointFolder, mesh: Mesh, say: Callable[[str], None]
     for path in torn:
         say(f"{path} was being written when the run stopped: it is not used")
     for each in sorted(found, key=lambda each: isinstance(each, Checkpoint)):  # first those of unknown age
-        if isinstance(each, Checkpoint) and (size := sum(file.bytes for file in each.manifest.files.values())) > 2**30:
-            say(f"reading {each.path} through, {size / 2**30:,.1f} GiB, before it is used")
+        if isinstance(each, Checkpoint) and each.manifest.bytes > 2**30:
+            say(f"reading {each.path} through, {each.manifest.bytes / 2**30:,.1f} GiB, before it is used")
         fault = each.fault if isinstance(each, Unreadable) else fault_of(each, mesh)
         if isinstance(each, Checkpoint) and fault is None:
             return each

@@ -44,7 +44,7 @@ class HuggingFaceWeights:
         """Raises CheckpointError, naming the tensor, unless the files hold the very weights of a model."""
         with torch.device("meta"):
             model = build(config)
-        unknown = set(self._file_of) - {name for name in self._file_of if name.endswith(_NO_WEIGHTS)}
+        unknown = {name for name in self._file_of if not name.endswith(_NO_WEIGHTS)}
         for name, parameter in model.named_parameters():
             stacked = {name: tuple(parameter.shape)}
             expected = stacked if name in self._file_of else published_shapes(name, parameter.shape)
@@ -89,10 +89,10 @@ def _matrices_in(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor
     cuts = tuple(slice(start, start + size) for start, size in zip(box.corner[-2:], sizes[-2:], strict=True))
     for index in product(*(range(size) for size in sizes[:-2])):
         at = [start + i for start, i in zip(box.corner[:-2], index, strict=True)]
-        yield row_major(at, shape[:-2]), box.values[index], cuts
+        yield _row_major(at, shape[:-2]), box.values[index], cuts
 
 
-def row_major(index: Sequence[int], shape: Sequence[int]) -> int:
+def _row_major(index: Sequence[int], shape: Sequence[int]) -> int:
     """The number of an element in row-major order."""
     return sum(i * prod(shape[axis + 1 :]) for axis, i in enumerate(index))
 

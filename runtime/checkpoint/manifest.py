@@ -62,6 +62,11 @@ class CheckpointManifest(SealedRecord):
     parameters: dict[str, StoredParameter]
     files: dict[str, StoredFile]
 
+    @property
+    def bytes(self) -> int:
+        """Of all files but this."""
+        return sum(stored.bytes for stored in self.files.values())
+
     def write(self, folder: Path) -> None:
         """Writes manifest.json, to the disk."""
         with synced_file(folder / MANIFEST) as file:

@@ -1,8 +1,9 @@
 """Surviving failures: a supervisor outside the training processes that watches, blames, replaces and restarts.
 
-optimus launch        supervisor.py     starts attempts, decides what happened, takes a spare, starts again
-    |  TCP, JSON lines                  messages.py
-slots                 slot.py           one process a rank, on every node and spare: forks the training process
-    |  fork                             (it has imported torch already), tells how it ended, shows its stack
-training process      beacon.py         publishes its step, and that it lives, through the supervisor's TCPStore
+supervisor.py     attempt after attempt: who is replaced by which spare, and when to stop
+attempt.py        one attempt, watched; verdict.py and soft.py: who is to blame for its end
+slots.py          the slots of all nodes, started by engines.py on the hosts of hosts.py; messages.py: what they say
+slot.py           one process a rank, spares too: has imported everything, forks the training process, tells its end
+beacon.py         in the training process: its step, and that it lives, through the supervisor's TCPStore; stacks.py
+inject.py         faults on purpose; incidents.py: what happened; job.py: a script for a batch system
 """

@@ -107,12 +107,12 @@ class Attempt:
             if is_stopping() and not told_to_stop:
                 told_to_stop = True
                 self._tell("terminate")
-            endings = self.endings()
-            if failed_at is None and any(ending.code != 0 for ending in endings):
+            codes = [slot.ended[0] for slot in self._slots.training() if slot.ended is not None]
+            if failed_at is None and any(code != 0 for code in codes):
                 failed_at = time.monotonic()
             if not any(slot.running for slot in self._slots.training()):
                 self._show_log()
-                return None if all(ending.code == 0 for ending in endings) else self._verdict_of_endings()
+                return None if failed_at is None else self._verdict_of_endings()
             if failed_at is not None:
                 if time.monotonic() - failed_at > GRACE:
                     return self._verdict_of_endings()
@@ -120,7 +120,7 @@ class Attempt:
                 beats_at = time.monotonic()
                 self._read_beats()
                 self._report_stragglers()
-                if not endings and (verdict := self._verdict_of_silence()) is not None:
+                if not codes and (verdict := self._verdict_of_silence()) is not None:
                     return verdict
 
     def kill(self) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -129,7 +130,7 @@ def command_for(launcher: Launcher, arguments: Sequence[str], host: str, per_nod
 
     Raises HostsError when the launcher is not on PATH, or cannot reach the host.
     """
-    program = shutil.which(launcher) or shutil.which("mpiexec.hydra" if launcher == "mpiexec" else launcher)
+    program = shutil.which(launcher)
     match launcher:
         case "torchrun":
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
@@ -146,6 +147,7 @@ def command_for(launcher: Launcher, arguments: Sequence[str], host: str, per_nod
             raise HostsError(f"--launcher {launcher}: {launcher} is not on PATH: install or load it")
 
 
+@cache
 def _kind_of_mpiexec(program: str) -> str:
     """Whose mpiexec this is: each names hosts in its own way."""
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 INCIDENTS = "incidents.jsonl"
 
-Kind = Literal["hard", "hang", "soft", "divergence", "slow", "unknown", "supervisor"]
+Kind = Literal["hard", "hang", "soft", "divergence", "slow", "unknown"]
 
 
 @dataclass(frozen=True)

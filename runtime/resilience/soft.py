@@ -60,23 +60,23 @@ def first_fault(compiled: CompiledModel) -> tuple[str, bool] | None:
     return next(faults, None)
 
 
-def write_report(run: Path, compiled: CompiledModel, step: int, *, again: bool) -> Report:
+def write_report(run: Path, compiled: CompiledModel, step: int, *, again: bool) -> None:
     """Leaves this rank's report for the supervisor, where there is one."""
+    if beacon.ATTEMPT not in os.environ:
+        return
     mesh = compiled.program.mesh
     first, is_own = first_fault(compiled) or (None, False)
     report = Report(mesh.rank, step, mesh.coordinate("pp"), first, is_own, again)
-    if beacon.ATTEMPT in os.environ:
-        path = _path(run, int(os.environ[beacon.ATTEMPT]), mesh.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            file.write(json.dumps(asdict(report)).encode())
-    return report
+    path = _path(run, int(os.environ[beacon.ATTEMPT]), mesh.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(json.dumps(asdict(report)).encode())
 
 
-def read_report(run: Path, attempt: int, rank: int | None) -> Report | None:
+def read_report(run: Path, attempt: int, rank: int) -> Report | None:
     """What a rank left behind in an attempt."""
     try:
-        return Report(**json.loads(_path(run, attempt, rank or 0).read_text()))
+        return Report(**json.loads(_path(run, attempt, rank).read_text()))
     except OSError:
         return None
 

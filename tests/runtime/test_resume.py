@@ -18,9 +18,11 @@ from optimus_compiler.config import ConfigError, load_config
 from optimus_compiler.runtime import trainer
 from optimus_compiler.runtime.checkpoint.folder import CheckpointFolder, open_checkpoint
 from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
+from optimus_compiler.runtime.checkpoint.saver import CheckpointSaver
 from optimus_compiler.runtime.data.prepare import prepare
 from optimus_compiler.runtime.metrics import StepMetrics, read_metrics
 from optimus_compiler.runtime.optimizer import ShardedAdamW
+from optimus_compiler.runtime.resilience.beacon import Beacon
 from optimus_compiler.runtime.run import Run, open_run
 from optimus_compiler.runtime.run_lock import run_lock
 from optimus_compiler.runtime.trainer import RunFailedError, train
@@ -388,6 +390,27 @@ def test_the_wait_for_checkpoints_is_logged(start: Start, settings: tuple[str, .
     stalled = [each.step for each in metrics if each.checkpoint_stall > 0]
     assert stalled == [3, 5, 7]  # the step after the one that was saved
     assert all(0 <= each.checkpoint_stall < 60 for each in metrics)
+
+
+def test_a_save_is_told_to_the_supervisor(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take many times as long as a step, and is no hang."""
+    beacons: list[Beacon] = []
+    phases: list[str] = []
+    save = CheckpointSaver.save
+
+    class Kept(Beacon):
+        def __init__(self) -> None:
+            super().__init__()
+            beacons.append(self)
+
+    def look(saver: CheckpointSaver, kinds: list[Any], *arguments: Any) -> float:
+        phases.append(beacons[0].phase)
+        return save(saver, kinds, *arguments)
+
+    monkeypatch.setattr(trainer, "Beacon", Kept)
+    monkeypatch.setattr(CheckpointSaver, "save", look)
+    start.run("train.steps=4", "optimizer.decay_steps=4")
+    assert phases == ["training", "saving", "training", "saving"]
 
 
 def test_metrics_of_older_versions_are_read(start: Start) -> None:
