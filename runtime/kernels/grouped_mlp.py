@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus_compiler.runtime.kernels.cpu import compiles
 from optimus_compiler.runtime.kernels.dispatch import select
-from optimus_compiler.runtime.kernels.grouped_mlp_cpu import compiles, grouped_mlp_backward_cpu, grouped_mlp_cpu
+from optimus_compiler.runtime.kernels.grouped_mlp_cpu import grouped_mlp_backward_cpu, grouped_mlp_cpu
 from optimus_compiler.runtime.kernels.recycle import recycled_empty
 from optimus_compiler.runtime.kernels.reduce_outputs import sum_rows_reference
 from optimus_compiler.runtime.kernels.rows import weight_of_rows

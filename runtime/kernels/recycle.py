@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMALLEST = 2**25  # bytes; from here on malloc never keeps a freed block
+SMALLEST = 2**20  # bytes; from here on malloc never keeps a freed block
 KEPT = 2  # free blocks of one size; more are given back to the system
 
 _free: dict[int, list[Tensor]] = defaultdict(list)

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus_compiler.runtime.kernels.cpu import call, compiles
 from optimus_compiler.runtime.kernels.dispatch import select
+from optimus_compiler.runtime.kernels.recycle import recycled_empty
 
 
 @torch.library.custom_op("optimus::reduce_outputs", mutates_args=())
@@ -28,13 +30,27 @@ def _fake(y_RH: Tensor, row_TK: Tensor, token_R: Tensor) -> Tensor:
     return y_RH.new_empty(row_TK.shape[0], y_RH.shape[1])
 
 
+@torch.library.custom_op("optimus::reduce_outputs_backward", mutates_args=())
+def reduce_outputs_backward(dout_TH: Tensor, token_R: Tensor) -> Tensor:
+    """dy_RH = dout_TH[token_R]."""
+    shape = (len(token_R), dout_TH.shape[1])
+    if dout_TH.device.type == "cpu":
+        return torch.index_select(dout_TH, 0, token_R, out=recycled_empty(shape, dout_TH.dtype))
+    return dout_TH.index_select(0, token_R)
+
+
+@reduce_outputs_backward.register_fake
+def _fake_backward(dout_TH: Tensor, token_R: Tensor) -> Tensor:
+    return dout_TH.new_empty(token_R.shape[0], dout_TH.shape[1])
+
+
 def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[2])
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, dout_TH: Tensor) -> tuple[Tensor, None, None]:
     (token_R,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    return dout_TH.index_select(0, token_R), None, None
+    return reduce_outputs_backward(dout_TH, token_R), None, None
 
 
 reduce_outputs.register_autograd(_backward, setup_context=_setup_context)
@@ -50,8 +66,10 @@ def sum_rows_reference(y_RH: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def sum_rows_cpu(y_RH: Tensor, row_TK: Tensor) -> Tensor:
-    """[T, H]: a bag of rows a token, gathered and added in registers (bf16: in fp32, ties rounded away from zero)."""
-    local_TK = row_TK >= 0
-    count_T = local_TK.sum(1)
-    start_T = count_T.cumsum(0) - count_T
-    return F.embedding_bag(row_TK[local_TK], y_RH, start_T, mode="sum")
+    """[T, H]: a token's rows added up in registers, in the order of k."""
+    if not compiles(y_RH.dtype):
+        return sum_rows_reference(y_RH, row_TK)
+    T, K, H = *row_TK.shape, y_RH.shape[1]
+    out_TH = recycled_empty((T, H), y_RH.dtype)
+    call("sum_rows", (y_RH.dtype,), (y_RH, row_TK, out_TH), (T, K, H, torch.get_num_threads()))
+    return out_TH

@@ -1,6 +1,6 @@
-// Every expert's SwiGLU MLP on a CPU: the fast path of optimus::grouped_mlp, called by grouped_mlp_cpu.py.
+// The fast paths of optimus::grouped_mlp and optimus::reduce_outputs on a CPU, called through cpu.py.
 //
-// Expert by expert, so that an expert's rows are gathered, multiplied and activated while they are in cache; matrix
+// grouped_mlp goes expert by expert, so that an expert's rows are gathered, multiplied and activated while they are in cache; matrix
 // products are torch's own, and everything between two of them is one pass. Experts run in parallel as long as none has
 // more than a thread's share of the rows; else one after the other, each product using all threads.
 //
@@ -130,7 +130,7 @@ void activate(const T* gate_up_r2I, const float* weight_r, C* h_rI, int64_t rows
       for (int64_t i = 0; i < width; i += LANES) {
         const int64_t n = std::min(LANES, width - i);
         const Lanes gate = read(gates + i, n), up = read(ups + i, n);
-        write(gate / (Lanes(1) + gate.neg().exp()) * up * weight, h_rI + r * width + i, n);
+        write(gate / (Lanes(1) + gate.neg().exp_u20()) * up * weight, h_rI + r * width + i, n);
       }
     }
   });
@@ -149,7 +149,7 @@ void activate_backward(const T* gate_up_r2I, const C* dh_rI, const float* weight
       for (int64_t i = 0; i < width; i += LANES) {
         const int64_t n = std::min(LANES, width - i);
         const Lanes gate = read(gates + i, n), up = read(ups + i, n), dh = read(dh_rI + r * width + i, n);
-        const Lanes sigmoid = Lanes(1) / (Lanes(1) + gate.neg().exp());
+        const Lanes sigmoid = Lanes(1) / (Lanes(1) + gate.neg().exp_u20());
         const Lanes silu = gate * sigmoid, act = silu * up, dact = dh * weight;
         sum = sum + dh * act;
         write(act * weight, h_rI + r * width + i, n);
@@ -234,6 +234,26 @@ void backward(const T* dy_RH, const T* x_TH, const float* weight_R, const T* gat
   });
 }
 
+// out[t] = sum over k of y[row[t, k]], in fp32, rounded once; row -1: none
+template <typename T>
+void sum_rows(const T* y_RH, const int64_t* row_TK, T* out_TH, int64_t tokens, int64_t choices, int64_t hidden,
+              int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t i = 0; i < hidden; i += LANES) {
+      const int64_t n = std::min(LANES, hidden - i);
+      Lanes sum(0);
+      for (int64_t k = 0; k < choices; ++k) {
+        const int64_t row = row_TK[t * choices + k];
+        if (row >= 0) {
+          sum = sum + read(y_RH + row * hidden + i, n);
+        }
+      }
+      write(sum, out_TH + t * hidden + i, n);
+    }
+  }
+}
+
 }  // namespace
 
 using bf16 = at::BFloat16;
@@ -264,3 +284,12 @@ BACKWARD(backward_bfloat16_bfloat16_bfloat16, bf16, bf16, bf16)
 BACKWARD(backward_bfloat16_bfloat16_float32, bf16, bf16, float)
 BACKWARD(backward_bfloat16_float32_bfloat16, bf16, float, bf16)
 BACKWARD(backward_bfloat16_float32_float32, bf16, float, float)
+
+#define SUM_ROWS(NAME, T)                                                                                             \
+  extern "C" void NAME(const T* y, const int64_t* row, T* out, int64_t tokens, int64_t choices, int64_t hidden,       \
+                       int64_t threads) {                                                                             \
+    sum_rows(y, row, out, tokens, choices, hidden, threads);                                                          \
+  }
+
+SUM_ROWS(sum_rows_float32, float)
+SUM_ROWS(sum_rows_bfloat16, bf16)
