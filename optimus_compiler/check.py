@@ -58,13 +58,24 @@ def _compiled_gradients(compiled: "CompiledModel", inputs: dict[str, Tensor]) ->
     parameters = {entry.name: entry.parameter for bucket in compiled.buckets for entry in bucket.entries}
     with torch.enable_grad():
         loss = compiled.run(compiled.pad(inputs), TRAINING)["loss"]
-        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        names = compiled.added_in_place()
+        in_place = {entry.name: entry.view(bucket.gradients)
+                    for bucket in compiled.buckets for entry in bucket.entries if entry.name in names}  # fmt: skip
+        before = {name: gradient.clone() for name, gradient in in_place.items()}
+        for gradient in in_place.values():
+            gradient.zero_()
+        returned = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        gradients = dict(zip(parameters, returned, strict=True))
+        for name, gradient in in_place.items():
+            gradients[name] = gradient.clone()
+            gradient.copy_(before[name])
     mesh = compiled.program.mesh
-    means = {
-        name: all_reduce(gradient, mesh.group(*compiled.program.parameters[name].replicated()))
-        / mesh.size_of("dp", "ep", "tp")
-        for name, gradient in zip(parameters, gradients, strict=True)
-    }
+    means = {}
+    for name, gradient in gradients.items():
+        if gradient is None:
+            raise CheckError(f"{name} got no gradient: a pass or the backend lost it")
+        total = all_reduce(gradient, mesh.group(*compiled.program.parameters[name].replicated()))
+        means[name] = total / mesh.size_of("dp", "ep", "tp")
     return _mean(loss.detach(), mesh), compiled.weights.full(means)
 
 

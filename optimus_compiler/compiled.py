@@ -58,6 +58,8 @@ class StepOutput:
 class CompiledModel(nn.Module):
     """A compiled program with its weights. Made by optimus_compiler.compile.
 
+    Backward adds the gradients of expert weights to their `.grad` itself: hooks on these parameters run, with None, and
+    torch.autograd.grad gives none for them.
     program: the program after all passes; buckets: the flat weights and gradients.
     """
 
@@ -207,6 +209,9 @@ class CompiledModel(nn.Module):
             self._check(inputs)
         out = self._executor.run(values, wanted)
         self._watch_first_backward(out.get("loss"))
+        for value in out.values():
+            if value.requires_grad:
+                value.register_hook(lambda _: self.reduction.reopen())
         logits = out["logits"][:batch, :length] if "logits" in out else None
         return ModelOutput(out.get("loss"), out.get("ce_loss"), out.get("aux_loss"), logits)
 
@@ -265,6 +270,8 @@ class CompiledModel(nn.Module):
                     f"{self.micro_batches} micro-batches of {size} sequences"
                 )
         wanted = (*TRAINING, *self.program.watched(), *(() if exact_rows else self.program.overflows()))
+        if train:
+            self.reduction.reopen()
         micro_batches = [
             {name: value[first : first + size] for name, value in inputs.items()} for first in range(0, rows, size)
         ]
@@ -291,7 +298,7 @@ class CompiledModel(nn.Module):
             waiting = self._expect_gradients() if train and not self._watched else None
             self._pipeline.step(values, run_stage, train=train)
             if waiting is not None:
-                self._refuse_missing(waiting)
+                self._refuse_missing(waiting, self._executor.buffers)
         return self._means(totals)
 
     def local_totals(self) -> dict[str, Tensor]:
@@ -340,6 +347,10 @@ class CompiledModel(nn.Module):
             check_against_original(self, self._original[0], inputs)
             self._original.clear()
 
+    def added_in_place(self) -> set[str]:
+        """The parameters to whose `.grad` the backward of the last forward adds by itself: autograd sees none."""
+        return set(self._executor.buffers)
+
     def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...]) -> dict[str, Tensor]:
         """Runs the program on padded inputs (`pad`); the wanted outputs by role."""
         return self._executor.run(inputs, wanted)
@@ -384,10 +395,11 @@ class CompiledModel(nn.Module):
             return
         waiting = self._expect_gradients()
         every = set(waiting)
+        buffers = self._executor.buffers
 
         def finish() -> None:
             if waiting != every:  # torch.autograd.grad accumulates nothing: wait for a backward
-                self._refuse_missing(waiting)
+                self._refuse_missing(waiting, buffers)
 
         def begin(gradient: Tensor) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(finish)
@@ -404,9 +416,11 @@ class CompiledModel(nn.Module):
                        for entry in entries]  # fmt: skip
         return waiting
 
-    def _refuse_missing(self, waiting: set[str]) -> None:
+    def _refuse_missing(self, waiting: set[str], buffers: dict[str, Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()
+        # where backward adds in place the hooks run anyway: look whether it has written
+        waiting = waiting | {name for name, buffer in buffers.items() if buffer._version == 0}
         if waiting:
             raise RuntimeError(
                 f"{len(waiting)} parameters got no gradient, {min(waiting)} among them: the backend {self.backend} "

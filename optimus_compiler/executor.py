@@ -8,7 +8,7 @@ from torch import Tensor
 
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import Backend, Function, gradient_marks, lower
-from optimus_compiler.passes import lift_row_bounds
+from optimus_compiler.passes import add_gradient_buffers, lift_row_bounds
 from optimus_compiler.program import PROBE, Program, Segment, keep_outputs
 from optimus_compiler.runtime.kernels import Kernels, set_kernels
 
@@ -21,6 +21,7 @@ class _Step:
     parameters: Sequence[Tensor]
     marks: tuple[bool, ...]
     function: Function
+    buffers: tuple[str, ...] = ()  # parameters to whose `.grad` backward itself adds
     last_read: tuple[str, ...] = ()  # values that nothing after this segment needs
     checked: bool = False
 
@@ -49,11 +50,15 @@ class Executor:
         }
         self._functions: dict[str, Function] = {}
         self._marks = gradient_marks(program)
-        self._schedules: dict[tuple[int, tuple[str, ...], bool], list[_Step]] = {}
+        self._experts = [name for name, spec in program.parameters.items() if spec.role == "expert" and spec.trainable
+                         and name in parameters]  # fmt: skip
+        self._schedules: dict[tuple[int, tuple[str, ...], bool, tuple[torch.dtype | None, ...]], list[_Step]] = {}
+        self.buffers: dict[str, Tensor] = {}  # by parameter: what the backward of the last run adds its gradient to
         self._carried = {stage: program.carried_into(stage) for stage in range(1, len(program.stage_ranks))}
 
     def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...], *, exact_rows: bool = True) -> dict[str, Tensor]:
         """Runs all segments; the wanted outputs by role, those that the program has. See run_stage."""
+        self.buffers = {}
         return self.run_stage(0, inputs, wanted, exact_rows=exact_rows)[0]
 
     def run_stage(
@@ -61,13 +66,17 @@ class Executor:
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         """Runs the segments of a stage; (the wanted outputs that it makes, by role; what the next stage reads).
 
+        Where an expert weight has a gradient already (its part of a bucket), backward adds to that in place.
         inputs: the program's, and what the stage before gave, by name. exact_rows: row buffers hold every row there
         can be. Without it they are bounded, and the outputs `program.overflows()` say whether the bounds held.
         """
         set_kernels(self.kernels)
         values = {**self._constants, **inputs}
         for step in self._schedule(stage, wanted, exact_rows or not self.program.overflows()):
-            arguments = [*step.parameters, *(values[name] for name in step.segment.inputs)]
+            # .data has a version count of its own: other micro-batches write here before this one's backward
+            buffers = {name: self._parameters[name].grad.data for name in step.buffers}  # type: ignore[union-attr]
+            self.buffers.update(buffers)
+            arguments = [*step.parameters, *(values[name] for name in step.segment.inputs), *buffers.values()]
             if not torch.is_grad_enabled():
                 # AOTAutograd's functions switch gradients on: what needs none must look so
                 arguments = [argument.detach() for argument in arguments]
@@ -82,7 +91,13 @@ class Executor:
 
     def _schedule(self, stage: int, wanted: tuple[str, ...], exact_rows: bool) -> list[_Step]:
         """A stage compiled for the wanted outputs; only the head differs between choices of outputs."""
-        if (stage, wanted, exact_rows) not in self._schedules:
+        gradients = {name: self._parameters[name].grad for name in self._experts}
+        dtypes = tuple(None if gradient is None else gradient.dtype for gradient in gradients.values())
+        key = (stage, wanted, exact_rows, dtypes)
+        if key not in self._schedules:
+            with self.program.fake_mode:
+                fakes = {name: torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+                         for name, gradient in gradients.items() if gradient is not None}  # fmt: skip
             steps = []
             results = {self.program.outputs[role] for role in wanted if role in self.program.outputs}
             results.update(self._carried.get(stage + 1, ()))
@@ -92,17 +107,18 @@ class Executor:
                 marks = self._marks[id(segment.graph)]
                 if segment.kind == "head":
                     segment, marks = _with_outputs(segment, marks, results)
-                if exact_rows and self.program.overflows():
-                    segment = replace(segment, graph=copy_graph(segment.graph))
+                segment = replace(segment, graph=copy_graph(segment.graph))
+                if exact_rows:
                     lift_row_bounds(segment.graph)
-                key = segment.key
-                if key not in self._functions:
-                    self._functions[key] = lower(segment, marks, self.backend, self.program.mesh)
+                buffers = add_gradient_buffers(segment, fakes)
+                marks += (False,) * len(buffers)
+                if segment.key not in self._functions:
+                    self._functions[segment.key] = lower(segment, marks, self.backend, self.program.mesh)
                 parameters = [self._parameters[name] for name in segment.parameters]
-                steps.append(_Step(segment, parameters, marks, self._functions[key]))
+                steps.append(_Step(segment, parameters, marks, self._functions[segment.key], buffers))
             _note_last_reads(steps, results)
-            self._schedules[stage, wanted, exact_rows] = steps
-        return self._schedules[stage, wanted, exact_rows]
+            self._schedules[key] = steps
+        return self._schedules[key]
 
 
 def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
@@ -125,7 +141,7 @@ def _note_last_reads(steps: list[_Step], results: set[str]) -> None:
 
 
 def _check_marks(step: _Step, arguments: list[Tensor]) -> None:
-    names = (*step.segment.parameters, *step.segment.inputs)
+    names = (*step.segment.parameters, *step.segment.inputs, *step.buffers)
     for name, mark, argument in zip(names, step.marks, arguments, strict=True):
         if argument.requires_grad and not mark:
             raise RuntimeError(

@@ -122,7 +122,37 @@ def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
     """AOTAutograd with Inductor's partitioner, both graphs run as they are."""
     from functorch.compile import min_cut_rematerialization_partition
 
-    return _through_aot(graph, examples, lambda module, _: _boxed(module), min_cut_rematerialization_partition)
+    def compiler(module: fx.GraphModule, _: object) -> Function:
+        _write_in_place(module)
+        return _boxed(module)
+
+    return _through_aot(graph, examples, compiler, min_cut_rematerialization_partition)
+
+
+def _write_in_place(module: fx.GraphModule) -> None:
+    """Lets an operation that adds to an input do so: AOTAutograd has it write to a copy, and copies that back."""
+    functional = torch.ops.higher_order.auto_functionalized_v2
+    for node in module.graph.find_nodes(op="call_function", target=functional):
+        operation, arguments = node.args[0], dict(node.kwargs)
+        bases = arguments.pop("_all_bases")
+        schema = operation._schema
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                arguments[argument.name] = bases[arguments.pop(f"_{argument.name}_base_index")]
+        results = {user.args[1]: user for user in node.users}
+        copies = [user for index, result in results.items() if index >= len(schema.returns) for user in result.users]
+        if any(name.startswith("_") for name in arguments) or any(set(base.users) - {node, *copies} for base in bases):
+            continue  # it writes to a view, or somebody else reads what it writes to
+        with module.graph.inserting_before(node):
+            in_place = module.graph.call_function(operation, kwargs=arguments)
+        for copy in copies:
+            module.graph.erase_node(copy)
+        for index, result in results.items():
+            if index >= len(schema.returns):
+                module.graph.erase_node(result)
+        node.replace_all_uses_with(in_place)
+        module.graph.erase_node(node)
+    module.recompile()
 
 
 def _through_aot(

@@ -58,9 +58,7 @@ class GradientReduction:
             return  # one rank: nothing to start early
         for part in self.parts:
             for entry in part.bucket.entries:
-                before = partial(self._before_accumulation, part)
                 after = partial(self._after_accumulation, part)
-                self._hooks.append(entry.parameter.register_hook(before))
                 self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(after))
 
     def _divide(self, bucket: Bucket, sharding: Sharding, zero: int) -> "BucketReduction":
@@ -68,9 +66,6 @@ class GradientReduction:
         owners = {"epso": bucket.state, "so": dp, "none": ()}[sharding]
         kind = ShardedReduction if zero == 2 and self.mesh.size_of(*owners) > 1 else BucketReduction
         return kind(bucket, self.mesh, owners)
-
-    def _before_accumulation(self, part: "BucketReduction", gradient: Tensor) -> None:
-        part.reopen()
 
     def _after_accumulation(self, part: "BucketReduction", parameter: Tensor) -> None:
         part.missing.discard(parameter)
@@ -83,6 +78,11 @@ class GradientReduction:
             self._latest = part
             with record_function(f"optimus::reduce {part.bucket.name}"):
                 part.start()
+
+    def reopen(self) -> None:
+        """To be called before a backward adds to the gradients: those that were reduced become local sums again."""
+        for part in self.parts:
+            part.reopen()
 
     def finish(self) -> None:
         """Waits until every rank holds the mean gradients of the slices it owns."""

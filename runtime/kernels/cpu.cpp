@@ -14,6 +14,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/InferenceMode.h>
+#include <omp.h>
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -178,7 +179,7 @@ void for_each_expert(const int32_t* offsets_E, int64_t experts, int64_t threads,
 #pragma omp parallel num_threads(in_parallel ? threads : 1)
   {
     c10::InferenceMode guard;
-    C* own_scratch = scratch + at::get_thread_num() * scratch_size;
+    C* own_scratch = scratch + omp_get_thread_num() * scratch_size;
 #pragma omp for schedule(dynamic)
     for (int64_t e = 0; e < experts; ++e) {
       const int64_t first = e ? offsets_E[e - 1] : 0, rows = offsets_E[e] - first;

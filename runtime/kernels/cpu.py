@@ -17,9 +17,9 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 
-def compiles(dtype: torch.dtype) -> bool:
-    """Whether there are compiled kernels for activations and weights of this dtype."""
-    return dtype in (torch.float32, torch.bfloat16) and _library() is not None
+def compiles(x: Tensor) -> bool:
+    """Whether there are compiled kernels for activations and weights like x (dtype, device)."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and _library() is not None
 
 
 def call(name: str, dtypes: Sequence[torch.dtype], tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:

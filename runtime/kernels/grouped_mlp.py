@@ -12,7 +12,7 @@ training step then allocates, zeroes and copies no table of the experts' size.
 Shape suffixes: index_tokens.py; r is the rows of one expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor
 from optimus_compiler.runtime.kernels.cpu import compiles
 from optimus_compiler.runtime.kernels.dispatch import select
 from optimus_compiler.runtime.kernels.grouped_mlp_cpu import grouped_mlp_backward_cpu, grouped_mlp_cpu
-from optimus_compiler.runtime.kernels.recycle import recycled_empty
+from optimus_compiler.runtime.kernels.recycle import recycled_empty_like
 from optimus_compiler.runtime.kernels.reduce_outputs import sum_rows_reference
 from optimus_compiler.runtime.kernels.rows import weight_of_rows
 
@@ -51,8 +51,7 @@ def grouped_mlp(
     """
     _check(x_TH, weights_TK, gate_up_E2IH, down_EHI, offsets_E)
     _check_buffers(gate_up_E2IH, down_EHI, gate_up_gradient_E2IH, down_gradient_EHI)
-    forward = select(x_TH.device, reference=grouped_mlp_reference, cpu=_grouped_mlp_on_cpu)
-    return forward(x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E)
+    return _forward_of(x_TH)(x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E)
 
 
 @grouped_mlp.register_fake
@@ -120,12 +119,9 @@ def grouped_mlp_backward(
     the weight of a choice without a row.
     """
     inputs = (x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E, gate_up_R2I)
-    tables = [
-        recycled_empty(table.shape, table.dtype) if table.device.type == "cpu" else torch.empty_like(table)
-        for table in (gate_up_E2IH, down_EHI)
-    ]
-    backward = select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=_grouped_mlp_backward_on_cpu)
-    return (*backward(dy_RH, *inputs, *tables, adds=False), *tables)
+    tables = tuple(recycled_empty_like(table) for table in (gate_up_E2IH, down_EHI))
+    dx_TH, dweights_TK = _backward_of(x_TH)(dy_RH, *inputs, *tables, adds=False)
+    return dx_TH, dweights_TK, tables[0], tables[1]
 
 
 @grouped_mlp_backward.register_fake
@@ -140,7 +136,12 @@ def _fake_backward(
     offsets_E: Tensor,
     gate_up_R2I: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(value.new_empty(value.shape) for value in (x_TH, weights_TK, gate_up_E2IH, down_EHI))  # type: ignore
+    return (
+        x_TH.new_empty(x_TH.shape),
+        weights_TK.new_empty(weights_TK.shape),
+        gate_up_E2IH.new_empty(gate_up_E2IH.shape),
+        down_EHI.new_empty(down_EHI.shape),
+    )
 
 
 @torch.library.custom_op(
@@ -164,8 +165,7 @@ def grouped_mlp_backward_into(
     Rows of experts that have none are not touched.
     """
     inputs = (x_TH, weights_TK, gate_up_E2IH, down_EHI, token_R, row_TK, offsets_E, gate_up_R2I)
-    backward = select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=_grouped_mlp_backward_on_cpu)
-    return backward(dy_RH, *inputs, gate_up_gradient_E2IH, down_gradient_EHI, adds=True)
+    return _backward_of(x_TH)(dy_RH, *inputs, gate_up_gradient_E2IH, down_gradient_EHI, adds=True)
 
 
 @grouped_mlp_backward_into.register_fake
@@ -189,7 +189,7 @@ def _setup_context(
     ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]
 ) -> None:
     gate_up_R2I = output[1]
-    ctx.save_for_backward(*inputs[:7], gate_up_R2I)
+    ctx.save_for_backward(*inputs[:7], gate_up_R2I)  # type: ignore[arg-type]
     # not saved: other micro-batches add to the buffers meanwhile, which is no error
     ctx.buffers = tuple(buffer for buffer in inputs[7:] if buffer is not None)  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(gate_up_R2I)
@@ -208,13 +208,14 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, dy_RH: Tensor | None, _:
 grouped_mlp.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _grouped_mlp_on_cpu(x_TH: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    return (grouped_mlp_cpu if compiles(x_TH.dtype) else grouped_mlp_reference)(x_TH, *rest)
+def _forward_of(x_TH: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    cpu = grouped_mlp_cpu if compiles(x_TH) else grouped_mlp_reference
+    return select(x_TH.device, reference=grouped_mlp_reference, cpu=cpu)
 
 
-def _grouped_mlp_backward_on_cpu(dy_RH: Tensor, *rest: Tensor, adds: bool) -> tuple[Tensor, Tensor]:
-    implementation = grouped_mlp_backward_cpu if compiles(dy_RH.dtype) else grouped_mlp_backward_reference
-    return implementation(dy_RH, *rest, adds=adds)
+def _backward_of(x_TH: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    cpu = grouped_mlp_backward_cpu if compiles(x_TH) else grouped_mlp_backward_reference
+    return select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=cpu)
 
 
 def experts_with_rows(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:

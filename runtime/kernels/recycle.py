@@ -1,9 +1,8 @@
 """Large CPU tensors whose pages outlive them: the next tensor of that size takes over the memory.
 
-malloc maps every block of 32 MiB or more afresh and unmaps it when freed, so a weight gradient that lives from a
-backward op to its accumulation costs a page fault for each 4 KiB, a fifth of the block's whole time. Smaller blocks
-malloc keeps by itself. An ordinary tensor comes out; its memory returns here when its storage dies, whoever held it
-last.
+malloc maps every block of 32 MiB or more afresh and unmaps it when freed, and gives back what is free at the end of its
+heap: a page fault for each 4 KiB, up to a fifth of the expert block's whole time. An ordinary tensor comes out; its
+memory returns here when its storage dies, whoever held it last.
 """
 
 import math
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMALLEST = 2**20  # bytes; from here on malloc never keeps a freed block
+SMALLEST = 2**20  # bytes; smaller ones malloc itself keeps well enough
 KEPT = 2  # free blocks of one size; more are given back to the system
 
 _free: dict[int, list[Tensor]] = defaultdict(list)
@@ -32,6 +31,13 @@ def recycled_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     lease = block.numpy()  # the new tensor's storage holds this array, and nothing else does
     weakref.finalize(lease, _give_back, block).atexit = False
     return torch.from_numpy(lease).view(dtype).view(shape)
+
+
+def recycled_empty_like(like: Tensor) -> Tensor:
+    """An uninitialised contiguous tensor of the same shape, dtype and device; recycled memory on a CPU."""
+    if like.device.type == "cpu":
+        return recycled_empty(like.shape, like.dtype)
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _give_back(block: Tensor) -> None:

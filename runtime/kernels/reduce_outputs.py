@@ -67,7 +67,7 @@ def sum_rows_reference(y_RH: Tensor, row_TK: Tensor) -> Tensor:
 
 def sum_rows_cpu(y_RH: Tensor, row_TK: Tensor) -> Tensor:
     """[T, H]: a token's rows added up in registers, in the order of k."""
-    if not compiles(y_RH.dtype):
+    if not compiles(y_RH):
         return sum_rows_reference(y_RH, row_TK)
     T, K, H = *row_TK.shape, y_RH.shape[1]
     out_TH = recycled_empty((T, H), y_RH.dtype)

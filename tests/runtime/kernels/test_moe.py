@@ -17,7 +17,16 @@ from optimus_compiler.runtime.kernels import (
     set_kernels,
     use_kernels,
 )
-from tests.runtime.kernels.naive import NAMES, Block, gradients, make_block, naive_moe, poisoned, relative_error
+from tests.runtime.kernels.naive import (
+    NAMES,
+    Block,
+    gradients,
+    make_block,
+    naive_moe,
+    output_gradient,
+    poisoned,
+    relative_error,
+)
 
 both = pytest.mark.parametrize("kernels", ["reference", "cpu"])
 
@@ -240,3 +249,91 @@ def test_a_choice_that_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="kernels='fast' is unknown: choose one of auto, reference, cpu, triton"):
         set_kernels("fast")  # type: ignore[arg-type]
     run_moe(block)  # the choice of the block above has been undone
+
+
+BALANCED = torch.stack([(torch.arange(4) + t) % 8 for t in range(64)])
+ONE_EXPERT = torch.zeros(64, 1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("indices_TK", [BALANCED, ONE_EXPERT], ids=["experts in parallel", "one expert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_two_threads_compute_what_one_does(dtype: torch.dtype, indices_TK: Tensor) -> None:
+    """Experts are shared out to threads only where none has more than a thread's share of the rows."""
+    block = make_block(T=64, K=indices_TK.shape[1], E=8, H=32, width=24, dtype=dtype, indices_TK=indices_TK)
+    found = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        with use_kernels("cpu"):
+            y_TH = run_moe(block)
+            found.append([y_TH.detach(), *gradients(y_TH, block)])
+    torch.set_num_threads(before)
+    for name, one, two in zip(("y", *NAMES), *found, strict=True):
+        assert relative_error(two, one) < (1e-6 if dtype == torch.float32 else 1e-2), name
+
+
+@both
+@pytest.mark.parametrize("native", [True, False], ids=["bf16 products", "fp32 products"])
+@pytest.mark.parametrize(
+    ("dtype", "buffer_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["fp32", "bf16", "bf16 weights, fp32 gradients"],
+)
+def test_gradients_are_added_to_buffers(
+    dtype: torch.dtype, buffer_dtype: torch.dtype, native: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, onto what was there; autograd gets none, its hooks run; experts without rows stay as they were."""
+    monkeypatch.setattr("optimus_compiler.runtime.kernels.matmul._cpu_multiplies_bf16", lambda: native)
+    block = make_block(**SHAPES["skewed"], dtype=dtype)
+    expected = gradients(naive_moe(block), block)
+    tables = (block.gate_up_E2IH, block.down_EHI)
+    buffers = [torch.full_like(table, 0.5, dtype=buffer_dtype) for table in tables]
+    heard: list[str] = []
+    for name, table in zip(("gate_up", "down"), tables, strict=True):
+        table.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+    block.x_TH.grad = None
+    with use_kernels(kernels):
+        for _ in range(2):
+            y_TH = moe(block.x_TH, block.weights_TK, block.indices_TK, *tables, *buffers)
+            y_TH.backward(output_gradient(y_TH.shape).to(dtype))
+    assert sorted(heard) == ["down", "down", "gate_up", "gate_up"]
+    assert block.gate_up_E2IH.grad is None
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    assert relative_error(block.x_TH.grad, 2 * expected[0]) < bound
+    for buffer, gradient in zip(buffers, expected[2:], strict=True):
+        assert relative_error(buffer, 0.5 + 2 * gradient) < bound
+        assert (buffer[[1, 3]] == 0.5).all()
+
+
+def test_unfit_gradient_buffers_are_refused() -> None:
+    block = make_block(T=6, K=2, E=3, H=8, width=4)
+    arguments = (*block.differentiable, *index_tokens(block.indices_TK, None, 3)[:3])
+    gate_up, down = torch.zeros_like(block.gate_up_E2IH), torch.zeros_like(block.down_EHI)
+    with pytest.raises(ValueError, match="both gate_up and down, or none"):
+        grouped_mlp(*arguments, gate_up, None)
+    with pytest.raises(ValueError, match="the gradient buffer of down must be contiguous, "):
+        grouped_mlp(*arguments, gate_up, down.mT.contiguous().mT)
+    with pytest.raises(ValueError, match=r"float32 or torch.float32, got .*bfloat16"):
+        grouped_mlp(*arguments, gate_up, down.bfloat16())
+
+
+def test_without_a_compiler_the_reference_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    from optimus_compiler.runtime.kernels import cpu
+
+    def fail(source: str) -> None:
+        raise InvalidCxxCompiler()
+
+    warnings: list[str] = []
+    cpu._library.cache_clear()
+    monkeypatch.setattr(CppCodeCache, "load", fail)
+    monkeypatch.setattr(cpu._log, "warning", lambda message, *arguments: warnings.append(message % arguments))
+    block = make_block(T=6, K=2, E=3, H=8, width=4)
+    for _ in range(2):
+        y_TH = run_moe(block)
+        assert relative_error(y_TH, naive_moe(block)) < 1e-6
+    cpu._library.cache_clear()
+    assert len(warnings) == 1
+    assert "install g++" in warnings[0]
