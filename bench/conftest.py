@@ -1,14 +1,21 @@
-"""Shared by the benchmarks: one thread setting for every variant, and the interleaved measuring loop."""
+"""Shared by the benchmarks: one thread setting for every variant, the interleaved rounds, tables that are kept."""
 
+import json
 import os
+import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
 
 Milliseconds = dict[str, float]
+RESULTS = Path(__file__).parent / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +29,9 @@ def threads() -> Iterator[int]:
 
 
 @pytest.fixture
-def interleave() -> Callable[..., tuple[Milliseconds, Milliseconds]]:
-    return interleaved_medians
+def interleave(benchmark: Any) -> Callable[..., tuple[Milliseconds, Milliseconds]]:
+    """interleaved_medians, once a test."""
+    return lambda variants, rounds=9: benchmark.pedantic(interleaved_medians, args=(variants, rounds))
 
 
 def interleaved_medians(
@@ -49,4 +57,38 @@ def interleaved_medians(
     return (
         {name: statistics.median(times) for name, times in wall.items()},
         {name: statistics.median(times) for name, times in cpu.items()},
+    )
+
+
+@pytest.fixture
+def publish(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """publish(name, title, columns, rows): prints a table; under --benchmark-enable also keeps it, in results/."""
+
+    def show(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(title=f"{title}\n{machine()}", title_justify="left")
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*row)
+        with capsys.disabled():
+            Console(width=150).print("\n", table)
+        if benchmark.enabled:
+            kept = {"title": title, "machine": machine(), "columns": list(columns), "rows": [list(row) for row in rows]}
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+    return show
+
+
+def machine() -> str:
+    """The CPU, how many of its cores and threads, the versions: what a figure is worth nothing without."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    widest = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
+    model = models[0] if models else platform.processor()
+    return (
+        f"{model} ({widest[0] if widest else platform.machine()}), {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} thread(s) a process, torch {torch.__version__}"
     )

@@ -298,6 +298,7 @@ def test_gradients_are_added_to_buffers(
             y_TH.backward(output_gradient(y_TH.shape).to(dtype))
     assert sorted(heard) == ["down", "down", "gate_up", "gate_up"]
     assert block.gate_up_E2IH.grad is None
+    assert block.x_TH.grad is not None
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     assert relative_error(block.x_TH.grad, 2 * expected[0]) < bound
     for buffer, gradient in zip(buffers, expected[2:], strict=True):
