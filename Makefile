@@ -14,8 +14,10 @@ test: $(INSTALLED) lint
 test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest -n 2 --durations=20
 
+# results in bench/results/*.json, then as tables in README.md
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-disable-gc -s
+	$(BIN)/python -m bench.report
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

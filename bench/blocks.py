@@ -98,8 +98,7 @@ class LoopBlock(nn.Module):
 
 
 def torchtitan_block(shape: Shape, block: Any) -> nn.Module:
-    """torchtitan's MoE module with the weights of a transformers block; skips the test where it is not installed."""
-    pytest.importorskip("torchtitan", exc_type=ImportError)
+    """torchtitan's MoE module with the weights of a transformers block. Raises ImportError where it is missing."""
     from torchtitan.models.common.config_utils import make_routed_experts_config
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter

@@ -39,7 +39,7 @@ def hf_model(dtype: torch.dtype, implementation: str) -> Any:
 def hf_step(model: Any, ids: Tensor, forward: Callable[..., Any] | None = None) -> Callable[[], None]:
     """One step of a transformers model, as its users write it."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS)
-    run = forward or model
+    run = model if forward is None else forward
 
     def step() -> None:
         run(ids, labels=ids, output_router_logits=True, use_cache=False).loss.backward()

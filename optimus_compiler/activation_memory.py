@@ -6,7 +6,7 @@ backend aot_eager, which runs the graphs as they are; Inductor's fusion needs le
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optimus_compiler.cost import flop_counter
+from optimus_compiler.gradient_buffers import add_gradient_buffers
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import gradient_marks, trace
 from optimus_compiler.program import Program, Segment
@@ -72,9 +73,12 @@ def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) 
     there = _there_anyway(program, segment)
     known = (segment.key, marks, there)
     if known not in _known:
-        forward, backward = trace(copy_graph(segment.graph), segment.placeholders(), marks)
+        run = replace(segment, graph=copy_graph(segment.graph))
+        buffers = add_gradient_buffers(run, _expert_tables(program, segment))
+        every_mark = (*marks, *(False for _ in buffers))
+        forward, backward = trace(run.graph, run.placeholders(), every_mark)
         placeholders = list(forward.graph.find_nodes(op="placeholder"))
-        external = _storages([placeholders[i] for i in there])
+        external = _storages([placeholders[i] for i in (*there, *range(len(marks), len(every_mark)))])
         results: Any = forward.graph.output_node().args[0]
         kept = {s: n for s, n in _sized(results[len(segment.outputs) :]).items() if s not in external}
         in_forward, in_backward, flops = _most_alive(forward, external | set(kept)), 0, 0
@@ -85,6 +89,15 @@ def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) 
             flops = _flops(program, segment, backward)
         _known[known] = SegmentMemory(sum(kept.values()), in_forward, in_backward, flops)
     return _known[known]
+
+
+def _expert_tables(program: Program, segment: Segment) -> dict[str, Tensor]:
+    """Fake tensors like the trainable expert weights of a segment: backward adds to gradients that are there."""
+    nodes = dict(zip(segment.parameters, segment.placeholders(), strict=False))
+    experts = [name for name in nodes
+               if program.parameters[name].role == "expert" and program.parameters[name].trainable]  # fmt: skip
+    with program.fake_mode:
+        return {name: torch.empty_like(nodes[name].meta["val"]) for name in experts}
 
 
 def _there_anyway(program: Program, segment: Segment) -> tuple[int, ...]:
@@ -114,9 +127,9 @@ def _most_alive(graph: fx.GraphModule, external: set[Any]) -> int:
 
 def _scratch(node: fx.Node) -> int:
     """What an operation of ours allocates inside (the CPU kernels)."""
-    if node.target is ops.grouped_mlp_backward.default:
-        dy_RH, x_TH = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
-        return dy_RH.numel() * dy_RH.element_size() + x_TH.numel() * x_TH.element_size()
+    if node.target in (ops.grouped_mlp_backward.default, ops.grouped_mlp_backward_into.default):
+        dy_RH = (node.kwargs.get("dy_RH") or node.args[0]).meta["val"]  # type: ignore[union-attr]
+        return dy_RH.numel() * dy_RH.element_size()
     if node.target in (ops.linear_logsumexp.default, ops.linear_logsumexp_backward.default):
         return 2 * 4 * PIECE  # two pieces of logits in fp32
     return 0

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from optimus_compiler.gradient_buffers import add_gradient_buffers
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import Backend, Function, gradient_marks, lower
-from optimus_compiler.passes import add_gradient_buffers, lift_row_bounds
+from optimus_compiler.passes import lift_row_bounds
 from optimus_compiler.program import PROBE, Program, Segment, keep_outputs
 from optimus_compiler.runtime.kernels import Kernels, set_kernels
 

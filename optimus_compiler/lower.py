@@ -64,6 +64,7 @@ def trace(
         from functorch.compile import min_cut_rematerialization_partition
 
         found.extend(min_cut_rematerialization_partition(*arguments, **options))
+        _write_in_place(found[1])
         return found[0], found[1]
 
     def forward_alone(module: fx.GraphModule, _: object) -> Function:

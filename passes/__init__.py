@@ -12,7 +12,6 @@ from optimus_compiler.passes.expert_parallel import ExpertParallel, lift_row_bou
 from optimus_compiler.passes.force_uniform_routing import ForceUniformRouting
 from optimus_compiler.passes.fuse_loss import FuseLoss
 from optimus_compiler.passes.fuse_sparse_moe import FuseSparseMoE
-from optimus_compiler.passes.gradient_buffers import add_gradient_buffers
 from optimus_compiler.passes.shard_optimizer import ShardOptimizer
 from optimus_compiler.passes.split_pipeline import SplitPipeline
 from optimus_compiler.passes.tensor_parallel import TensorParallel
@@ -76,7 +75,6 @@ __all__ = [
     "TensorParallel",
     "WatchFinite",
     "WidenProducts",
-    "add_gradient_buffers",
     "default_passes",
     "lift_row_bounds",
 ]
