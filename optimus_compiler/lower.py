@@ -133,6 +133,7 @@ def _aot_eager(graph: fx.GraphModule, examples: list[Tensor]) -> Function:
 def _write_in_place(module: fx.GraphModule) -> None:
     """Lets an operation that adds to an input do so: AOTAutograd has it write to a copy, and copies that back."""
     functional = torch.ops.higher_order.auto_functionalized_v2
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
     for node in module.graph.find_nodes(op="call_function", target=functional):
         operation, arguments = node.args[0], dict(node.kwargs)
         bases = arguments.pop("_all_bases")
@@ -142,8 +143,9 @@ def _write_in_place(module: fx.GraphModule) -> None:
                 arguments[argument.name] = bases[arguments.pop(f"_{argument.name}_base_index")]
         results = {user.args[1]: user for user in node.users}
         copies = [user for index, result in results.items() if index >= len(schema.returns) for user in result.users]
-        if any(name.startswith("_") for name in arguments) or any(set(base.users) - {node, *copies} for base in bases):
-            continue  # it writes to a view, or somebody else reads what it writes to
+        readers = {user for base in bases for user in base.users} - {node, *copies}
+        if any(name.startswith("_") for name in arguments) or any(position[user] > position[node] for user in readers):
+            continue  # it writes to a view, or somebody reads what was there before
         with module.graph.inserting_before(node):
             in_place = module.graph.call_function(operation, kwargs=arguments)
         for copy in copies:
