@@ -56,59 +56,129 @@ void copy(const From* from, To* to, int64_t size) {
   }
 }
 
+template <typename T>
+at::Tensor matrix(const T* data, int64_t rows, int64_t columns, int64_t pitch = 0) {
+  const auto options = at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value);
+  return at::from_blob(const_cast<T*>(data), {rows, columns}, {pitch ? pitch : columns, 1}, options);
+}
+
+// The three products of an expert: with tables [N, K] and [K, N], and the gradient of a table. `room` is scratch memory.
+// Where C is T they are torch's, or those of bf16_products.h; else tables are widened, and results narrowed, block by
+// block, so that what is widened stays in cache.
+
+constexpr int64_t BLOCK = 1 << 17;  // elements
+
+int64_t block_rows(int64_t row_size) { return std::max<int64_t>(32, BLOCK / row_size); }
+
+// out[M, N] = a[M, K] @ table[N, K]^T
+template <typename C, typename T>
+void multiply_transposed(const C* a, const T* table, T* out, int64_t M, int64_t N, int64_t K, C* room) {
+  if constexpr (std::is_same_v<C, T>) {
+#ifdef BF16_PRODUCTS
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+      if (N % 16 == 0 && K % 32 == 0) {
+        const auto pack = [&](int64_t first, int64_t columns, int32_t* to) {
+          bf16_products::pack_transposed(table + first * K, K, columns, to);
+        };
+        return bf16_products::multiply(bf16_products::rows_of(a, K), out, M, N, K / 2, false, pack);
+      }
+    }
+#endif
+    at::Tensor result = matrix(out, M, N);
+    at::mm_out(result, matrix(a, M, K), matrix(table, N, K).t());
+  } else {
+    const int64_t step = block_rows(K);
+    C* product = room + step * K;
+    for (int64_t n = 0; n < N; n += step) {
+      const int64_t columns = std::min(step, N - n);
+      copy(table + n * K, room, columns * K);
+      at::Tensor result = matrix(product, M, columns);
+      at::mm_out(result, matrix(a, M, K), matrix(room, columns, K).t());
+      for (int64_t m = 0; m < M; ++m) {
+        copy(product + m * columns, out + m * N + n, columns);
+      }
+    }
+  }
+}
+
+// out[M, N] = a[M, K] @ table[K, N]
+template <typename C, typename T, typename Out>
+void multiply(const C* a, const T* table, Out* out, int64_t M, int64_t N, int64_t K, C* room) {
+  if constexpr (std::is_same_v<C, T>) {
+#ifdef BF16_PRODUCTS
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+      if (N % 16 == 0 && K % 2 == 0) {
+        const auto pack = [&](int64_t first, int64_t columns, int32_t* to) {
+          bf16_products::pack(table + first, K, columns, N, to);
+        };
+        return bf16_products::multiply(bf16_products::rows_of(a, K), out, M, N, K / 2, false, pack);
+      }
+    }
+#endif
+    at::Tensor result = matrix(out, M, N);
+    at::mm_out(result, matrix(a, M, K), matrix(table, K, N));
+  } else {
+    const int64_t step = block_rows(N);
+    C* product = room + step * N;
+    at::Tensor sum = matrix(product, M, N);
+    for (int64_t k = 0; k < K; k += step) {
+      const int64_t rows = std::min(step, K - k);
+      copy(table + k * N, room, rows * N);
+      if (k) {
+        at::addmm_out(sum, sum, matrix(a + k, M, rows, K), matrix(room, rows, N));
+      } else {
+        at::mm_out(sum, matrix(a, M, rows, K), matrix(room, rows, N));
+      }
+    }
+    copy(product, out, M * N);
+  }
+}
+
+// gradient[M, N] += a[K, M]^T @ b[K, N], or = where there is nothing yet
+template <typename C, typename G>
+void multiply_into(const C* a, const C* b, G* gradient, bool adds, int64_t M, int64_t N, int64_t K, C* room) {
+#ifdef BF16_PRODUCTS
+  if constexpr (std::is_same_v<C, at::BFloat16>) {
+    if (M % 16 == 0 && N % 16 == 0) {
+      int32_t* left = reinterpret_cast<int32_t*>(room);
+      bf16_products::pack(a, K, M, M, left);
+      const auto pack = [&](int64_t first, int64_t columns, int32_t* to) {
+        bf16_products::pack(b + first, K, columns, N, to);
+      };
+      return bf16_products::multiply({left, 1, M}, gradient, M, N, (K + 1) / 2, adds, pack);
+    }
+  }
+#endif
+  if constexpr (std::is_same_v<C, G>) {
+    at::Tensor sum = matrix(gradient, M, N);
+    if (adds) {
+      at::addmm_out(sum, sum, matrix(a, K, M).t(), matrix(b, K, N));
+    } else {
+      at::mm_out(sum, matrix(a, K, M).t(), matrix(b, K, N));
+    }
+  } else {
+    const int64_t step = block_rows(N);
+    for (int64_t m = 0; m < M; m += step) {
+      const int64_t rows = std::min(step, M - m);
+      at::Tensor product = matrix(room, rows, N);
+      at::mm_out(product, matrix(a + m, K, rows, M).t(), matrix(b, K, N));
+      for (int64_t i = 0; i < rows * N; i += LANES) {
+        const int64_t n = std::min(LANES, rows * N - i);
+        const Lanes before = adds ? read(gradient + m * N + i, n) : Lanes(0);
+        write(before + read(room + i, n), gradient + m * N + i, n);
+      }
+    }
+  }
+}
+
 // `from` in the dtype of products: itself, or widened into scratch
 template <typename C, typename T>
 const C* widened(const T* from, int64_t size, C* scratch) {
   if constexpr (std::is_same_v<C, T>) {
     return from;
   } else {
-    at::parallel_for(0, size, GRAIN * 1024, [&](int64_t begin, int64_t end) {
-      copy(from + begin, scratch + begin, end - begin);
-    });
+    copy(from, scratch, size);
     return scratch;
-  }
-}
-
-template <typename T>
-at::Tensor matrix(const T* data, int64_t rows, int64_t columns) {
-  const auto options = at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value);
-  return at::from_blob(const_cast<T*>(data), {rows, columns}, options);
-}
-
-// out = a @ b, rounded once
-template <typename C, typename T>
-void multiply(T* out, const at::Tensor& a, const at::Tensor& b, C* scratch) {
-  const int64_t rows = a.size(0), columns = b.size(1);
-  if constexpr (std::is_same_v<C, T>) {
-    at::Tensor result = matrix(out, rows, columns);
-    at::mm_out(result, a, b);
-  } else {
-    at::Tensor result = matrix(scratch, rows, columns);
-    at::mm_out(result, a, b);
-    copy(scratch, out, rows * columns);
-  }
-}
-
-// gradient += a @ b, or = where there is nothing yet
-template <typename C, typename G>
-void accumulate(G* gradient, bool adds, const at::Tensor& a, const at::Tensor& b, C* scratch) {
-  if constexpr (std::is_same_v<C, G>) {
-    at::Tensor sum = matrix(gradient, a.size(0), b.size(1));
-    if (adds) {
-      at::addmm_out(sum, sum, a, b);
-    } else {
-      at::mm_out(sum, a, b);
-    }
-  } else {
-    at::Tensor product = matrix(scratch, a.size(0), b.size(1));
-    at::mm_out(product, a, b);
-    at::parallel_for(0, product.numel(), GRAIN * 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i += LANES) {
-        const int64_t n = std::min(LANES, end - i);
-        const Lanes before = adds ? read(gradient + i, n) : Lanes(0);
-        write(before + read(scratch + i, n), gradient + i, n);
-      }
-    });
   }
 }
 
@@ -196,16 +266,13 @@ void forward(const T* x_TH, const float* weight_R, const T* gate_up_E2IH, const 
              int64_t width, int64_t most_rows, int64_t threads, int64_t scratch_size) {
   for_each_expert(offsets_E, experts, threads, scratch, scratch_size,
                   [&](int64_t e, int64_t first, int64_t rows, C* own) {
-    C *x_rH = own, *h_rI = x_rH + most_rows * hidden, *product = h_rI + most_rows * width;
-    C *gate_up = product + most_rows * std::max(hidden, 2 * width), *down = gate_up + 2 * width * hidden;
+    C *x_rH = own, *h_rI = x_rH + most_rows * hidden, *room = h_rI + most_rows * width;
     T* gate_up_r2I = gate_up_R2I + first * 2 * width;
 
     gather(x_TH, token_R + first, x_rH, rows, hidden);
-    const C* up_2IH = widened(gate_up_E2IH + e * 2 * width * hidden, 2 * width * hidden, gate_up);
-    multiply(gate_up_r2I, matrix(x_rH, rows, hidden), matrix(up_2IH, 2 * width, hidden).t(), product);
+    multiply_transposed(x_rH, gate_up_E2IH + e * 2 * width * hidden, gate_up_r2I, rows, 2 * width, hidden, room);
     activate(gate_up_r2I, weight_R + first, h_rI, rows, width);
-    const C* down_HI = widened(down_EHI + e * hidden * width, hidden * width, down);
-    multiply(y_RH + first * hidden, matrix(h_rI, rows, width), matrix(down_HI, hidden, width).t(), product);
+    multiply_transposed(h_rI, down_EHI + e * hidden * width, y_RH + first * hidden, rows, hidden, width, room);
   });
 }
 
@@ -217,21 +284,17 @@ void backward(const T* dy_RH, const T* x_TH, const float* weight_R, const T* gat
   for_each_expert(offsets_E, experts, threads, scratch, scratch_size,
                   [&](int64_t e, int64_t first, int64_t rows, C* own) {
     C *rows_rH = own, *h_rI = rows_rH + most_rows * hidden, *dh_rI = h_rI + most_rows * width;
-    C *dgate_up_r2I = dh_rI + most_rows * width, *table = dgate_up_r2I + most_rows * 2 * width;
-    C* product = table + 2 * width * hidden;
+    C *dgate_up_r2I = dh_rI + most_rows * width, *room = dgate_up_r2I + most_rows * 2 * width;
 
-    const at::Tensor dy = matrix(widened(dy_RH + first * hidden, rows * hidden, rows_rH), rows, hidden);
-    const at::Tensor down = matrix(widened(down_EHI + e * hidden * width, hidden * width, table), hidden, width);
-    multiply(dh_rI, dy, down, product);
+    const C* dy_rH = widened(dy_RH + first * hidden, rows * hidden, rows_rH);
+    multiply(dy_rH, down_EHI + e * hidden * width, dh_rI, rows, width, hidden, room);
     activate_backward(gate_up_R2I + first * 2 * width, dh_rI, weight_R + first, h_rI, dgate_up_r2I, dweight_R + first,
                       rows, width);
-    accumulate(ddown_EHI + e * hidden * width, adds, dy.t(), matrix(h_rI, rows, width), product);
-
-    const at::Tensor dgate_up = matrix(dgate_up_r2I, rows, 2 * width);
-    const C* up_2IH = widened(gate_up_E2IH + e * 2 * width * hidden, 2 * width * hidden, table);
-    multiply(dx_RH + first * hidden, dgate_up, matrix(up_2IH, 2 * width, hidden), product);
+    multiply_into(dy_rH, h_rI, ddown_EHI + e * hidden * width, adds, hidden, width, rows, room);
+    multiply(dgate_up_r2I, gate_up_E2IH + e * 2 * width * hidden, dx_RH + first * hidden, rows, hidden, 2 * width,
+             room);
     gather(x_TH, token_R + first, rows_rH, rows, hidden);
-    accumulate(dgate_up_E2IH + e * 2 * width * hidden, adds, dgate_up.t(), matrix(rows_rH, rows, hidden), product);
+    multiply_into(dgate_up_r2I, rows_rH, dgate_up_E2IH + e * 2 * width * hidden, adds, 2 * width, hidden, rows, room);
   });
 }
 

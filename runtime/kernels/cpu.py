@@ -35,7 +35,8 @@ def _library() -> Any:
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    source = files("optimus_compiler.runtime.kernels").joinpath("cpu.cpp").read_text()
+    folder = files("optimus_compiler.runtime.kernels")
+    source = "".join(folder.joinpath(name).read_text() for name in ("bf16_products.h", "cpu.cpp"))
     try:
         return CppCodeCache.load(source)
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:

@@ -25,7 +25,7 @@ def grouped_mlp_cpu(
     R, rows, matmul = len(token_R), _scratch_rows(offsets_E), matmul_dtype(x_TH)
     gate_up_R2I = recycled_empty((R, 2 * width), x_TH.dtype)
     y_RH = recycled_empty((R, hidden), x_TH.dtype)
-    scratch = rows * (hidden + width + max(hidden, 2 * width)) + 3 * width * hidden
+    scratch = rows * (hidden + width) + _room(rows, hidden, width)
     weight_R1 = weight_of_rows(weights_TK, row_TK, R).float()
     tensors = (x_TH, weight_R1, gate_up_E2IH, down_EHI, token_R, offsets_E, gate_up_R2I, y_RH)
     _call("forward", (x_TH.dtype, matmul), tensors, (experts, hidden, width, rows), scratch)
@@ -52,7 +52,7 @@ def grouped_mlp_backward_cpu(
     weight_R1 = weight_of_rows(weights_TK, row_TK, R).float()
     dweight_R = torch.zeros(R)
     dx_RH = recycled_empty((R, hidden), x_TH.dtype)
-    scratch = rows * (hidden + 4 * width) + 2 * width * hidden + hidden * max(rows, 2 * width)
+    scratch = rows * (hidden + 4 * width) + _room(rows, hidden, width)
     inputs = (dy_RH, x_TH, weight_R1, gate_up_E2IH, down_EHI, token_R, offsets_E, gate_up_R2I)
     outputs = (dx_RH, dweight_R, dgate_up_E2IH, ddown_EHI)
     dtypes = (x_TH.dtype, matmul, ddown_EHI.dtype)
@@ -63,6 +63,13 @@ def grouped_mlp_backward_cpu(
         ddown_EHI.index_fill_(0, unused, 0)
     dweights_TK = F.pad(dweight_R, (0, 1))[row_TK].to(weights_TK.dtype)  # row -1 reads the padding
     return sum_rows_cpu(dx_RH, row_TK), dweights_TK
+
+
+def _room(rows: int, hidden: int, width: int) -> int:
+    """Elements that one product of cpu.cpp needs beside its operands: a widened block of a table, at least 32 rows of
+    it, and the result; or one operand packed."""
+    largest = max(hidden, 2 * width)
+    return max(2**17, 32 * largest) + (rows + 1) * largest
 
 
 def _scratch_rows(offsets_E: Tensor) -> int:
