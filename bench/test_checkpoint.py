@@ -5,10 +5,11 @@ python -m pytest bench/test_checkpoint.py -s
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -95,16 +96,21 @@ def measure(directory: Path) -> tuple[dict[str, Figures], Figures]:
     return figures, {"verify": verified, "load": time.perf_counter() - started - verified}
 
 
-def test_checkpoint(four_ranks: Ranks, tmp_path: Path) -> None:
-    results = four_ranks.run(4, measure, tmp_path, seconds=900)
+def test_checkpoint(four_ranks: Ranks, tmp_path: Path, benchmark: Any, publish: Callable[..., None]) -> None:
+    results = benchmark.pedantic(four_ranks.run, args=(4, measure, tmp_path), kwargs={"seconds": 900})
     total = sum(figures["in the step"]["bytes"] for figures, _ in results)
-    print(f"\nfull checkpoint of {total / 1e6:.0f} MB, bf16, dp=2 x ep=2, medians of {ROUNDS - 1} interleaved rounds")
-    print("save                          waits s  save + step s  MB written by rank 0 / 1 / 2 / 3")
+    rows = []
     for name in WAYS:
-        rows = [figures[name] for figures, _ in results]
-        stall, seconds = (max(row[key] for row in rows) for key in ("stall", "total"))
-        written = " / ".join(f"{row['bytes'] / 1e6:.1f}" for row in rows)
-        print(f"{name:28}  {stall:7.3f}  {seconds:13.2f}  {written}")
+        ranks = [figures[name] for figures, _ in results]
+        stall, seconds = (max(figures[key] for figures in ranks) for key in ("stall", "total"))
+        written = " / ".join(f"{figures['bytes'] / 1e6:.1f}" for figures in ranks)
+        rows.append([name, f"{stall:.3f}", f"{seconds:.2f}", written])
     verify, load = (max(times[key] for _, times in results) for key in ("verify", "load"))
-    print(f"verified in {verify:.2f} s, loaded in {load:.2f} s")
+    publish(
+        "checkpoint",
+        f"Full checkpoint of {total / 1e6:.0f} MB, bf16, dp=2 x ep=2, medians of {ROUNDS - 1} interleaved rounds; "
+        f"verified in {verify:.2f} s, loaded in {load:.2f} s",
+        ["save", "waits s", "save + step s", "MB written by rank 0 / 1 / 2 / 3"],
+        rows,
+    )
     shutil.rmtree(tmp_path)

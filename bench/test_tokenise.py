@@ -32,7 +32,7 @@ def sample() -> Iterator[list[str]]:
     yield batch
 
 
-def test_tokens_per_cpu_second(interleave: Callable[..., tuple], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_per_cpu_second(interleave: Callable[..., tuple], publish: Callable[..., None]) -> None:
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is absent")
     pytest.importorskip("tiktoken")
@@ -59,12 +59,10 @@ def test_tokens_per_cpu_second(interleave: Callable[..., tuple], capsys: pytest.
     variants = {"encode_batch_fast": hugging_face, "ours": ours}
     _, cpu = interleave(variants, ROUNDS)
 
-    with capsys.disabled():
-        print(
-            f"\n{tokens:,} tokens of {fast + left:,} documents, identical; {left} left to Hugging Face by ours, ",
-            end="",
-        )
-        print(f"which is built in {building:.2f} CPU s; medians of {ROUNDS} interleaved rounds")
-        print(f"{'variant':<20}{'M tokens / CPU s':>18}{'ours is faster by':>20}")
-        for name in variants:
-            print(f"{name:<20}{tokens / cpu[name] / 1e3:>18.2f}{cpu[name] / cpu['ours']:>20.2f}")
+    publish(
+        "tokenise",
+        f"{tokens:,} tokens of {fast + left:,} documents, identical; {left} left to Hugging Face by ours, which is "
+        f"built in {building:.2f} CPU s; medians of {ROUNDS} interleaved rounds",
+        ["variant", "M tokens / CPU s", "x ours"],
+        [[name, f"{tokens / cpu[name] / 1e3:.2f}", f"{cpu[name] / cpu['ours']:.2f}"] for name in variants],
+    )

@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "H=I=1": {"T": 5, "K": 2, "E": 3, "H": 1, "width": 1},
     "one expert takes all": {"T": 11, "K": 1, "E": 3, "H": 8, "width": 4, "indices_TK": one_expert},
     "skewed": {"T": 17, "K": 2, "E": 5, "H": 8, "width": 6, "indices_TK": skewed},
+    "wide": {"T": 17, "K": 2, "E": 5, "H": 96, "width": 48, "indices_TK": skewed},  # wide enough for bf16_products.h
 }
 
 
@@ -274,17 +275,23 @@ def test_two_threads_compute_what_one_does(dtype: torch.dtype, indices_TK: Tenso
 
 @both
 @pytest.mark.parametrize("native", [True, False], ids=["bf16 products", "fp32 products"])
+@pytest.mark.parametrize("shape", ["skewed", "wide"])
 @pytest.mark.parametrize(
     ("dtype", "buffer_dtype"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
     ids=["fp32", "bf16", "bf16 weights, fp32 gradients"],
 )
 def test_gradients_are_added_to_buffers(
-    dtype: torch.dtype, buffer_dtype: torch.dtype, native: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    shape: str,
+    dtype: torch.dtype,
+    buffer_dtype: torch.dtype,
+    native: bool,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice, onto what was there; autograd gets none, its hooks run; experts without rows stay as they were."""
     monkeypatch.setattr("optimus_compiler.runtime.kernels.matmul._cpu_multiplies_bf16", lambda: native)
-    block = make_block(**SHAPES["skewed"], dtype=dtype)
+    block = make_block(**SHAPES[shape], dtype=dtype)
     expected = gradients(naive_moe(block), block)
     tables = (block.gate_up_E2IH, block.down_EHI)
     buffers = [torch.full_like(table, 0.5, dtype=buffer_dtype) for table in tables]

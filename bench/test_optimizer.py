@@ -1,10 +1,10 @@
-"""ShardedAdamW at dp=2 x ep=2: state bytes a rank, time of a step and bytes sent, for epso, so and none.
+"""ShardedAdamW at dp=2 x ep=2: state, time and bytes sent for epso, so and none; in one process beside torch's AdamW.
 
-python -m pytest bench/test_optimizer_sharding.py -s
+python -m pytest bench/test_optimizer.py -s
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -94,12 +94,53 @@ def _count_bytes(sent: dict[str, float]) -> None:
     reduction_module.dist.all_reduce = all_reduce
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sharding(four_ranks: Ranks, dtype: torch.dtype) -> None:
-    found = four_ranks.run(4, measure, dtype, seconds=900)[0]
-    print(f"\n{dtype}, dp=2 x ep=2, 4 processes on {torch.get_num_threads()} thread each")
-    print("sharding  state bytes a rank  sent a step  step ms  step / epso (median of pairs)")
-    for name, row in found.items():
-        print(
-            f"{name:8}  {row['state']:>18,.0f}  {row['sent']:>11,.0f}  {1e3 * row['seconds']:7.0f}  {row['ratio']:.2f}"
-        )
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+@DTYPES
+def test_sharding(dtype: torch.dtype, four_ranks: Ranks, benchmark: Any, publish: Callable[..., None]) -> None:
+    found = benchmark.pedantic(four_ranks.run, args=(4, measure, dtype), kwargs={"seconds": 900})[0]
+    short = str(dtype).removeprefix("torch.")
+    publish(
+        f"optimizer-sharding-{short}",
+        f"Optimizer step with reduction and gathering, dp=2 x ep=2, {short}; medians of {ROUNDS} interleaved rounds",
+        ["sharding", "state bytes a rank", "bytes sent a step", "step ms", "x epso (median of pairs)"],
+        [
+            [name, f"{row['state']:,.0f}", f"{row['sent']:,.0f}", f"{1e3 * row['seconds']:.0f}", f"{row['ratio']:.2f}"]
+            for name, row in found.items()
+        ],
+    )
+
+
+@DTYPES
+def test_one_process(dtype: torch.dtype, interleave: Callable[..., tuple], publish: Callable[..., None]) -> None:
+    """The update alone with clipping: flat buckets (bf16: with fp32 masters and moments) beside torch's AdamW."""
+    compiled = optimus.compile(build(from_name("olmoe-tiny", **SIZES)).to(dtype), sequence_length=8, backend="eager")
+    sharded = optimus.ShardedAdamW(compiled, lr=1e-6)
+    for bucket in compiled.buckets:
+        bucket.gradients.fill_(1e-6)
+    variants: dict[str, Callable[[], object]] = {"ours": sharded.step}
+    for kind in ("fused", "foreach"):
+        parameters = [torch.nn.Parameter(p.detach().clone()) for p in compiled.parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-6)
+        variants[f"torch AdamW({kind}=True)"] = torch_update(parameters, **{kind: True})
+    wall, cpu = interleave(variants, ROUNDS)
+    count = sum(p.numel() for p in compiled.parameters())
+    short = str(dtype).removeprefix("torch.")
+    publish(
+        f"optimizer-update-{short}",
+        f"Clipping and AdamW update of {count / 1e6:.0f} M parameters in one process, {short}; {ROUNDS} rounds",
+        ["variant", "wall ms", "CPU ms", "x ours"],
+        [[name, f"{wall[name]:.0f}", f"{cpu[name]:.0f}", f"{cpu[name] / cpu['ours']:.2f}"] for name in variants],
+    )
+
+
+def torch_update(parameters: list[torch.nn.Parameter], **kind: bool) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, **kind)  # type: ignore[arg-type]
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return step
