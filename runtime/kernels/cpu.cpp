@@ -1,8 +1,8 @@
 // The fast paths of optimus::grouped_mlp and optimus::reduce_outputs on a CPU, called through cpu.py.
 //
-// grouped_mlp goes expert by expert, so that an expert's rows are gathered, multiplied and activated while they are in cache; matrix
-// products are torch's own, and everything between two of them is one pass. Experts run in parallel as long as none has
-// more than a thread's share of the rows; else one after the other, each product using all threads.
+// grouped_mlp goes expert by expert, so that an expert's rows are gathered, multiplied and activated while they are in
+// cache, and everything between two products is one pass. Experts run in parallel as long as none has more than a
+// thread's share of the rows; else one after the other, each product using all threads.
 //
 // T: dtype of activations and weights. C: dtype that this CPU multiplies fast, T or float. G: dtype of weight gradients.
 // Shape suffixes: index_tokens.py; r is the rows of one expert.
