@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from optimus_compiler.check import check_against_original
 from optimus_compiler.executor import Executor
 from optimus_compiler.explain import explain
+from optimus_compiler.first_backward import FirstBackward
 from optimus_compiler.lower import Backend, values_carrying_gradients
 from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.passes import PassPipeline
@@ -107,8 +108,7 @@ class CompiledModel(nn.Module):
         } | {"overflows": torch.Size()}
         self._local_totals = torch.zeros(0, device=self.device)
         self._original = [model] if check else []  # in a list: not a submodule
-        self._watched = False
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._first_backward = FirstBackward(self.buckets, backend)
 
     # weights
 
@@ -208,7 +208,7 @@ class CompiledModel(nn.Module):
             wanted = (*TRAINING, "logits") if return_logits else TRAINING
             self._check(inputs)
         out = self._executor.run(values, wanted)
-        self._watch_first_backward(out.get("loss"))
+        self._first_backward.watch(out.get("loss"), self._executor.buffers)
         for value in out.values():
             if value.requires_grad:
                 value.register_hook(lambda _: self.reduction.reopen())
@@ -282,7 +282,7 @@ class CompiledModel(nn.Module):
                 self._check(micro_batch)
                 out = self._executor.run(values, wanted, exact_rows=exact_rows)
                 if train:
-                    self._watch_first_backward(out["loss"])
+                    self._first_backward.watch(out["loss"], self._executor.buffers)
                     with self._backward(index == self.micro_batches - 1):
                         (out["loss"] / self.micro_batches).backward()
                 _add(totals, out)
@@ -295,10 +295,10 @@ class CompiledModel(nn.Module):
                 _add(totals, out)
                 return out, onward
 
-            waiting = self._expect_gradients() if train and not self._watched else None
+            waiting = self._first_backward.expect() if train and not self._first_backward.is_over else None
             self._pipeline.step(values, run_stage, train=train)
             if waiting is not None:
-                self._refuse_missing(waiting, self._executor.buffers)
+                self._first_backward.refuse_missing(waiting, self._executor.buffers)
         return self._means(totals)
 
     def local_totals(self) -> dict[str, Tensor]:
@@ -388,45 +388,6 @@ class CompiledModel(nn.Module):
         fills = {"labels": IGNORED_LABEL, "attention_mask": 1, "document_ids": -1, "valid": False}
         edges = (0, full[1] - length, 0, full[0] - batch)
         return {name: nn.functional.pad(value, edges, value=fills.get(name, 0)) for name, value in padded.items()}
-
-    def _watch_first_backward(self, loss: Tensor | None) -> None:
-        """At the end of the first backward, refuses a program in which a parameter got no gradient."""
-        if self._watched or loss is None or not loss.requires_grad:
-            return
-        waiting = self._expect_gradients()
-        every = set(waiting)
-        buffers = self._executor.buffers
-
-        def finish() -> None:
-            if waiting != every:  # torch.autograd.grad accumulates nothing: wait for a backward
-                self._refuse_missing(waiting, buffers)
-
-        def begin(gradient: Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
-
-        loss.register_hook(begin)
-
-    def _expect_gradients(self) -> set[str]:
-        """The names of all trainable parameters here; each leaves the set when its gradient has come."""
-        for hook in self._hooks:
-            hook.remove()
-        entries = [entry for bucket in self.buckets for entry in bucket.entries]
-        waiting = {entry.name for entry in entries}
-        self._hooks = [entry.parameter.register_post_accumulate_grad_hook(lambda _, n=entry.name: waiting.discard(n))
-                       for entry in entries]  # fmt: skip
-        return waiting
-
-    def _refuse_missing(self, waiting: set[str], buffers: dict[str, Tensor]) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        # where backward adds in place the hooks run anyway: look whether it has written
-        waiting = waiting | {name for name, buffer in buffers.items() if buffer._version == 0}
-        if waiting:
-            raise RuntimeError(
-                f"{len(waiting)} parameters got no gradient, {min(waiting)} among them: the backend {self.backend} "
-                "or a pass lost them"
-            )
-        self._watched = True
 
     # reading
 

@@ -209,13 +209,13 @@ grouped_mlp.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _forward_of(x_TH: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    cpu = grouped_mlp_cpu if compiles(x_TH) else grouped_mlp_reference
-    return select(x_TH.device, reference=grouped_mlp_reference, cpu=cpu)
+    chosen = select(x_TH.device, reference=grouped_mlp_reference, cpu=grouped_mlp_cpu)
+    return grouped_mlp_reference if chosen is grouped_mlp_cpu and not compiles(x_TH) else chosen
 
 
 def _backward_of(x_TH: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    cpu = grouped_mlp_backward_cpu if compiles(x_TH) else grouped_mlp_backward_reference
-    return select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=cpu)
+    chosen = select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=grouped_mlp_backward_cpu)
+    return grouped_mlp_backward_reference if chosen is grouped_mlp_backward_cpu and not compiles(x_TH) else chosen
 
 
 def experts_with_rows(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:

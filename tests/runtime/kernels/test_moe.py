@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -345,3 +346,16 @@ def test_without_a_compiler_the_reference_runs_and_says_so(monkeypatch: pytest.M
     cpu._library.cache_clear()
     assert len(warnings) == 1
     assert "install g++" in warnings[0]
+
+
+def test_the_reference_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimus_compiler.runtime.kernels import cpu
+
+    def fail() -> None:
+        raise AssertionError("the C++ kernels were asked for")
+
+    monkeypatch.setattr(cpu, "_library", fail)
+    block = make_block(T=6, K=2, E=3, H=8, width=4)
+    with use_kernels("reference"):
+        y_TH = run_moe(block)
+        assert all(gradient.isfinite().all() for gradient in gradients(y_TH, block))
