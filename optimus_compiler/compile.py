@@ -11,6 +11,7 @@ from optimus_compiler.lower import Backend
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.passes import PassOptions, PassPipeline, default_passes
 from optimus_compiler.runtime.kernels import Kernels
+from optimus_compiler.runtime.kernels.dispatch import require
 
 
 def compile(
@@ -55,7 +56,8 @@ def compile(
     batch, compares loss and all gradients with the original module, which is kept for that, and refuses a
     mismatch.
 
-    Raises CaptureError, PassError, ProgramError or ValueError, each one sentence, before any memory is taken.
+    Raises CaptureError, PassError, ProgramError, ValueError or, where the kernels cannot run, RuntimeError, each one
+    sentence, before any memory is taken.
     """
     mesh = mesh or Mesh()
     if micro_batches < 1 or micro_batch_size < 1 or sequence_length < 1:
@@ -64,6 +66,7 @@ def compile(
     for option, value, known in (("backend", backend, Backend), ("kernels", kernels, Kernels)):
         if value not in get_args(known):
             raise ValueError(f"{option}={value!r} is unknown: choose one of {', '.join(get_args(known))}")
+    require(kernels, mesh.device)
     if expert_rows != "exact" and (isinstance(expert_rows, str) or not expert_rows > 0):
         raise ValueError(f"expert_rows={expert_rows!r} must be a positive number, or 'exact'")
     if dispatch not in ("allgather", "alltoall"):

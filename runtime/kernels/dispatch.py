@@ -5,15 +5,21 @@ own, and they must see what the caller chose. Every implementation saves the sam
 backward may run under different choices.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal, TypeVar, get_args
 
 import torch
+from torch import Tensor
+
+from optimus_compiler.runtime.kernels.triton.probe import problem
 
 Kernels = Literal["auto", "reference", "cpu", "triton"]
 Implementation = TypeVar("Implementation", bound=Callable[..., object])
 
+_log = logging.getLogger(__name__)
 _choice: Kernels = "auto"
 
 
@@ -40,13 +46,37 @@ def use_kernels(choice: Kernels) -> Iterator[None]:
         set_kernels(before)
 
 
-def select(device: torch.device, *, reference: Implementation, cpu: Implementation) -> Implementation:
-    """The implementation to run on tensors of `device` under the current choice.
+def require(choice: Kernels, device: torch.device) -> None:
+    """Raises RuntimeError, one sentence, where the fused ops cannot run on a device under a choice."""
+    reason = problem(device) if choice == "triton" else None
+    if choice == "cpu" and device.type != "cpu":
+        reason = "the C++ kernels are for CPUs"
+    if reason:
+        raise RuntimeError(
+            f"kernels={choice!r} cannot run on {device.type} tensors ({reason}): "
+            "choose kernels='auto' or kernels='reference'"
+        )
+
+
+def select(x: Tensor, *, reference: Implementation, cpu: Implementation, triton: Implementation) -> Implementation:
+    """The implementation to run on tensors like x (device, dtype) under the current choice; fp64 takes the reference.
 
     Raises RuntimeError when the chosen one cannot run there.
     """
-    if _choice == "triton" or (_choice == "cpu" and device.type != "cpu"):
-        raise RuntimeError(
-            f"kernels={_choice!r} cannot run on {device.type} tensors: choose kernels='auto' or kernels='reference'"
-        )
-    return cpu if device.type == "cpu" and _choice != "reference" else reference
+    require(_choice, x.device)
+    if _choice == "reference" or x.dtype == torch.float64:
+        return reference
+    if _choice == "triton":
+        return triton
+    if x.device.type == "cpu":
+        return cpu
+    return triton if _triton_runs(x.device) else reference
+
+
+@cache
+def _triton_runs(device: torch.device) -> bool:
+    """False, after a warning, where it does not."""
+    reason = problem(device)
+    if reason:
+        _log.warning("experts run on the slow reference path on %s: %s", device, reason)
+    return reason is None

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from optimus_compiler.runtime.kernels.dispatch import select
 from optimus_compiler.runtime.kernels.index_tokens import index_tokens
-from optimus_compiler.runtime.kernels.reduce_outputs import sum_rows_cpu, sum_rows_reference
+from optimus_compiler.runtime.kernels.reduce_outputs import sum_rows
 
 
 @torch.library.custom_op("optimus::plan_exchange", mutates_args=())
@@ -109,7 +108,7 @@ def send_tokens_backward(
     dx_RH: Tensor, dweights_R1: Tensor, row_SK: Tensor, counts: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
     """Gradients (dx_SH, dweights_SK) of send_tokens, each in its input's dtype; zero for a choice that is not sent."""
-    dx_SH = _sum_rows(_send_back(dx_RH, counts, group), row_SK)
+    dx_SH = sum_rows(_send_back(dx_RH, counts, group), row_SK)
     dweights_P = _send_back(dweights_R1, counts, group)[:, 0]
     return dx_SH, F.pad(dweights_P, (0, 1))[row_SK]  # row -1 reads the padding
 
@@ -149,7 +148,7 @@ def return_tokens(y_RH: Tensor, token_P: Tensor, row_SK: Tensor, counts: Tensor,
     sum is reduce_outputs': in fp32, in the order of the choices, rounded once. token_P, row_SK, counts: from
     plan_exchange. Differentiable in y.
     """
-    return _sum_rows(_send_back(y_RH, counts, group), row_SK)
+    return sum_rows(_send_back(y_RH, counts, group), row_SK)
 
 
 @return_tokens.register_fake
@@ -211,8 +210,3 @@ def _send_back(rows_RX: Tensor, counts: Tensor, group: str) -> Tensor:
     rows_PX = rows_RX.new_empty(sum(sent), rows_RX.shape[1])
     dist.all_to_all_single(rows_PX, answer, sent, received, group=_group(group))
     return rows_PX
-
-
-def _sum_rows(rows_PH: Tensor, row_SK: Tensor) -> Tensor:
-    """[S, H]: the sum over a token's choices, as in reduce_outputs."""
-    return select(rows_PH.device, reference=sum_rows_reference, cpu=sum_rows_cpu)(rows_PH, row_SK)

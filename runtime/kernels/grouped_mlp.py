@@ -13,6 +13,7 @@ Shape suffixes: index_tokens.py; r is the rows of one expert.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -208,14 +209,31 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, dy_RH: Tensor | None, _:
 grouped_mlp.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _forward_of(x_TH: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    chosen = select(x_TH.device, reference=grouped_mlp_reference, cpu=grouped_mlp_cpu)
+Implementation = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _forward_of(x_TH: Tensor) -> Implementation:
+    chosen: Implementation = select(x_TH, reference=grouped_mlp_reference, cpu=grouped_mlp_cpu, triton=_forward_triton)
     return grouped_mlp_reference if chosen is grouped_mlp_cpu and not compiles(x_TH) else chosen
 
 
-def _backward_of(x_TH: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    chosen = select(x_TH.device, reference=grouped_mlp_backward_reference, cpu=grouped_mlp_backward_cpu)
-    return grouped_mlp_backward_reference if chosen is grouped_mlp_backward_cpu and not compiles(x_TH) else chosen
+def _backward_of(x_TH: Tensor) -> Implementation:
+    reference: Implementation = grouped_mlp_backward_reference
+    cpu: Implementation = grouped_mlp_backward_cpu
+    chosen = select(x_TH, reference=reference, cpu=cpu, triton=_backward_triton)
+    return reference if chosen is grouped_mlp_backward_cpu and not compiles(x_TH) else chosen
+
+
+def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from optimus_compiler.runtime.kernels.triton.grouped_mlp import grouped_mlp_triton  # triton is optional
+
+    return grouped_mlp_triton(*arguments)
+
+
+def _backward_triton(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+    from optimus_compiler.runtime.kernels.triton.grouped_mlp import grouped_mlp_backward_triton
+
+    return grouped_mlp_backward_triton(*arguments, **keywords)
 
 
 def experts_with_rows(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:

@@ -34,7 +34,7 @@ def index_tokens(
     gradient.
     """
     R = _check(indices_TK, num_rows)
-    index = select(indices_TK.device, reference=index_tokens_reference, cpu=index_tokens_cpu)
+    index = select(indices_TK, reference=index_tokens_reference, cpu=index_tokens_cpu, triton=_index_tokens_triton)
     return index(indices_TK, first_expert, num_experts, R)
 
 
@@ -98,6 +98,12 @@ def index_tokens_reference(indices_TK: Tensor, first_expert: Tensor | None, num_
     spare_R1 = row_TK.new_zeros(num_rows + 1)
     spare_R1[row_TK.flatten()] = token_of_choice
     return spare_R1[:-1].clone(), row_TK, offsets_E.clamp(max=num_rows).to(torch.int32), offsets_E[-1].clone()
+
+
+def _index_tokens_triton(indices_TK: Tensor, first_expert: Tensor | None, num_experts: int, num_rows: int) -> Tables:
+    from optimus_compiler.runtime.kernels.triton.index_tokens import index_tokens_triton  # triton is optional
+
+    return index_tokens_triton(indices_TK, first_expert, num_experts, num_rows)
 
 
 def index_tokens_cpu(indices_TK: Tensor, first_expert: Tensor | None, num_experts: int, num_rows: int) -> Tables:

@@ -21,8 +21,7 @@ def reduce_outputs(y_RH: Tensor, row_TK: Tensor, token_R: Tensor) -> Tensor:
     token_R: from index_tokens; token_R is used by backward only, dy_RH = dout_TH[token_R]. Rows past the last offset
     belong to no token: their gradient is a copy of token 0's, finite, and grouped_mlp's backward never reads it.
     """
-    reduce = select(y_RH.device, reference=sum_rows_reference, cpu=sum_rows_cpu)
-    return reduce(y_RH, row_TK)
+    return sum_rows(y_RH, row_TK)
 
 
 @reduce_outputs.register_fake
@@ -56,6 +55,12 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, dout_TH: Tensor) -> tupl
 reduce_outputs.register_autograd(_backward, setup_context=_setup_context)
 
 
+def sum_rows(y_RH: Tensor, row_TK: Tensor) -> Tensor:
+    """reduce_outputs' forward, for other ops too."""
+    reduce = select(y_RH, reference=sum_rows_reference, cpu=sum_rows_cpu, triton=_sum_rows_triton)
+    return reduce(y_RH, row_TK)
+
+
 def sum_rows_reference(y_RH: Tensor, row_TK: Tensor) -> Tensor:
     """[T, H]: choice by choice; a row of -1 reads a row of zeros behind the last."""
     sum_TH = y_RH.new_zeros(row_TK.shape[0], y_RH.shape[1], dtype=torch.promote_types(y_RH.dtype, torch.float32))
@@ -73,3 +78,9 @@ def sum_rows_cpu(y_RH: Tensor, row_TK: Tensor) -> Tensor:
     out_TH = recycled_empty((T, H), y_RH.dtype)
     call("sum_rows", (y_RH.dtype,), (y_RH, row_TK, out_TH), (T, K, H, torch.get_num_threads()))
     return out_TH
+
+
+def _sum_rows_triton(y_RH: Tensor, row_TK: Tensor) -> Tensor:
+    from optimus_compiler.runtime.kernels.triton.sum_rows import sum_rows_triton  # triton is optional
+
+    return sum_rows_triton(y_RH, row_TK)
