@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from optimus_compiler.runtime.kernels.triton.device import per_expert
+from optimus_compiler.runtime.kernels.triton import device
 from optimus_compiler.runtime.kernels.triton.outer import sum_outer
 from optimus_compiler.runtime.kernels.triton.products import multiply, multiply_down_backward, multiply_gate_up
 from optimus_compiler.runtime.kernels.triton.row_weights import weight_of_rows_triton, weights_gradient_triton
@@ -40,6 +40,6 @@ def grouped_mlp_backward_triton(
 
 def _rows_of(x_TH: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows for a product to read through token_R; where that is slow, one copy of them in order, and None."""
-    if per_expert(x_TH.device):
+    if device.per_expert(x_TH.device):
         return x_TH.index_select(0, token_R), None
     return x_TH.contiguous(), token_R

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus_compiler.runtime.kernels.triton import device
 from optimus_compiler.runtime.kernels.triton.blocks import (
     element,
     halves,
@@ -16,7 +17,6 @@ from optimus_compiler.runtime.kernels.triton.blocks import (
     ordered,
     store_block,
 )
-from optimus_compiler.runtime.kernels.triton.device import aligned, per_expert, precision
 from optimus_compiler.runtime.kernels.triton.launch import launch
 from optimus_compiler.runtime.kernels.triton.tiles import Tile, tile_for
 
@@ -35,7 +35,7 @@ def sum_outer(
     launch(
         outer_kernel, tile.grid(a_RM, E, E * triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)),
         a_RM, b, token_R, offsets_E, out_EMN,
-        E=E, M=M, N=N, ADDS=adds, DESCRIBED=per_expert(a_RM.device) and aligned(a_RM, b), PRECISION=precision(),
+        E=E, M=M, N=N, ADDS=adds, DESCRIBED=device.per_expert(a_RM.device) and device.aligned(a_RM, b),
         **tile.constants(a_RM, E),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus_compiler.runtime.kernels.triton import device
 from optimus_compiler.runtime.kernels.triton.blocks import (
     element,
     halves,
@@ -20,7 +21,6 @@ from optimus_compiler.runtime.kernels.triton.blocks import (
     row_tiles,
     store_block,
 )
-from optimus_compiler.runtime.kernels.triton.device import aligned, precision
 from optimus_compiler.runtime.kernels.triton.launch import launch
 from optimus_compiler.runtime.kernels.triton.tiles import Product, Tile, tile_for
 
@@ -40,7 +40,7 @@ def multiply_gate_up(
     launch(
         gate_up_kernel, _grid(x, tile, E, R, width),
         x, token_R, weight_R, gate_up_E2IH, offsets_E, gate_up_R2I, h_RI,
-        R=R, E=E, H=H, WIDTH=width, DESCRIBED=aligned(x, gate_up_E2IH), PRECISION=precision(), **tile.constants(x, E),
+        R=R, E=E, H=H, WIDTH=width, DESCRIBED=device.aligned(x, gate_up_E2IH), **tile.constants(x, E),
     )  # fmt: skip
     return gate_up_R2I, h_RI
 
@@ -56,7 +56,7 @@ def multiply(
     launch(
         multiply_kernel, _grid(a_RC, tile, E, R, N), a_RC, table, offsets_E, out_RN,
         R=R, E=E, C=C, N=N, TRANSPOSED=transposed, DESCRIBED=_described(a_RC, table, transposed, tile),
-        PRECISION=precision(), **tile.constants(a_RC, E),
+        **tile.constants(a_RC, E),
     )  # fmt: skip
     return out_RN
 
@@ -75,7 +75,7 @@ def multiply_down_backward(
         down_backward_kernel, _grid(dy_RH, tile, E, R, width),
         dy_RH, down_EHI, gate_up_R2I, weight_R, offsets_E, h_RI, dgate_up_R2I, dweight_PR,
         R=R, E=E, H=H, WIDTH=width, DESCRIBED=_described(dy_RH, down_EHI, False, tile),
-        PRECISION=precision(), **tile.constants(dy_RH, E),
+        **tile.constants(dy_RH, E),
     )  # fmt: skip
     return h_RI, dgate_up_R2I, dweight_PR
 
@@ -86,7 +86,7 @@ def _grid(x: Tensor, tile: Tile, experts: int, rows: int, columns: int) -> tuple
 
 def _described(a_RC: Tensor, table: Tensor, transposed: bool, tile: Tile) -> bool:
     """A block of a [C, N] matrix that sticks out at the bottom would read the next expert's."""
-    return aligned(a_RC, table) and (transposed or a_RC.shape[1] % tile.k == 0)
+    return device.aligned(a_RC, table) and (transposed or a_RC.shape[1] % tile.k == 0)
 
 
 @triton.jit
@@ -167,11 +167,11 @@ def down_backward_kernel(
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     COLUMN_TILES: tl.constexpr = tl.cdiv(WIDTH, BLOCK_N)
-    HALF: tl.constexpr = BLOCK_N // 2
+    QUARTER: tl.constexpr = BLOCK_N // 4
     dy = matrix(dy_RH, R, H, H, BLOCK_M, BLOCK_K, DESCRIBED)
     table = matrix(down_EHI, E * H, WIDTH, WIDTH, BLOCK_K, BLOCK_N, DESCRIBED)
-    gate = matrix(gate_up_R2I, R, WIDTH, 2 * WIDTH, BLOCK_M, HALF, DESCRIBED)
-    up = matrix(gate_up_R2I + WIDTH, R, WIDTH, 2 * WIDTH, BLOCK_M, HALF, DESCRIBED)
+    gate = matrix(gate_up_R2I, R, WIDTH, 2 * WIDTH, BLOCK_M, QUARTER, DESCRIBED)
+    up = matrix(gate_up_R2I + WIDTH, R, WIDTH, 2 * WIDTH, BLOCK_M, QUARTER, DESCRIBED)
     starts_E, ends_E, tiles_to_E = row_tiles(offsets_E, E, BLOCK_E, BLOCK_M)
     num_row_tiles = tl.max(tiles_to_E, 0)
     for tile in range(tl.program_id(0), num_row_tiles * COLUMN_TILES, tl.num_programs(0)):
@@ -187,14 +187,23 @@ def down_backward_kernel(
             )
             dh = tl.dot(dy_MK, down_KN, dh, input_precision=PRECISION)
 
-        # in halves: five blocks at once would not fit the registers
-        left, right = halves(dh)
         rows = row + tl.arange(0, BLOCK_M)
         weight = tl.load(weight_R + rows, mask=rows < end, other=0)[:, None]
+        # in quarters: what follows holds five blocks, and registers have room for little beside dh
+        left, right = halves(dh)
+        a, b = halves(left)
+        c, d = halves(right)
         dweight = _swiglu_backward(
-            left, weight, gate, up, h_RI, dgate_up_R2I, row, column, end, WIDTH, BLOCK_M, HALF, DESCRIBED
-        ) + _swiglu_backward(
-            right, weight, gate, up, h_RI, dgate_up_R2I, row, column + HALF, end, WIDTH, BLOCK_M, HALF, DESCRIBED
+            a, weight, gate, up, h_RI, dgate_up_R2I, row, column, end, WIDTH, BLOCK_M, QUARTER, DESCRIBED
+        )
+        dweight += _swiglu_backward(
+            b, weight, gate, up, h_RI, dgate_up_R2I, row, column + QUARTER, end, WIDTH, BLOCK_M, QUARTER, DESCRIBED
+        )
+        dweight += _swiglu_backward(
+            c, weight, gate, up, h_RI, dgate_up_R2I, row, column + 2 * QUARTER, end, WIDTH, BLOCK_M, QUARTER, DESCRIBED
+        )
+        dweight += _swiglu_backward(
+            d, weight, gate, up, h_RI, dgate_up_R2I, row, column + 3 * QUARTER, end, WIDTH, BLOCK_M, QUARTER, DESCRIBED
         )
         tl.store(dweight_PR + element(column_tile, R) + rows, dweight, mask=rows < end)
 

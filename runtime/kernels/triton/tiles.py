@@ -33,7 +33,7 @@ class Tile(NamedTuple):
         """The keyword arguments of a launch."""
         blocks = {"BLOCK_M": self.m, "BLOCK_N": self.n, "BLOCK_K": self.k, "GROUP": self.group}
         blocks["BLOCK_E"] = 1 if device.per_expert(x.device) else triton.next_power_of_2(experts)
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        options: dict[str, Any] = {"PRECISION": device.precision(), "num_warps": self.warps, "num_stages": self.stages}
         if device.arch_of(x.device) == "xpu":
             options["grf_mode"] = "256"
         return {**blocks, **options}
@@ -65,14 +65,6 @@ DEFAULTS: dict[str, dict[Product, Tile]] = {
         "ddown": Tile(128, 256, 64, 8, 3),
         "dgate_up": Tile(128, 256, 64, 8, 5),
     },
-    "sm_100": {
-        "gate_up": Tile(128, 128, 64, 8, 4),
-        "down": Tile(128, 256, 64, 8, 4),
-        "dh": Tile(128, 128, 128, 8, 3),
-        "dx": Tile(128, 256, 64, 8, 4),
-        "ddown": Tile(128, 256, 64, 8, 3),
-        "dgate_up": Tile(128, 256, 64, 8, 5),
-    },
     "xpu": {
         "gate_up": Tile(256, 128, 32, 32, 2),
         "down": Tile(256, 256, 32, 32, 2),
@@ -82,8 +74,8 @@ DEFAULTS: dict[str, dict[Product, Tile]] = {
         "dgate_up": Tile(256, 256, 32, 32, 2),
     },
 }
-FAMILY = {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100", "xpu": "xpu"}  # the rest: sm_80, which is modest
-EXACT = Tile(64, 64, 16, 8, 2, programs=2)  # fp32, which no tensor core multiplies exactly
+FAMILY = {"sm_90": "sm_90", "sm_100": "sm_90", "sm_103": "sm_90", "xpu": "xpu"}  # the rest: sm_80, which is modest
+EXACT = Tile(64, 32, 16, 4, 2, programs=2)  # fp32, which no tensor core multiplies exactly
 INTERPRETED = Tile(16, 32, 16, 4, 2, group=2)
 
 
