@@ -42,9 +42,17 @@ class Resources(NamedTuple):
 
 
 def resources(
-    arch: str, dtype: torch.dtype, tokens: int = 4096, hidden: int = 2048, width: int = 1024, experts: int = 64
+    arch: str,
+    dtype: torch.dtype,
+    hidden: int = 2048,
+    width: int = 1024,
+    experts: int = 64,
+    per_expert: bool = False,
 ) -> list[Resources]:
-    """All kernels of the block's forward and backward as an arch runs them, OLMoE-7B's sizes by default."""
+    """All kernels of the block's forward and backward as an arch runs them, OLMoE-7B's sizes by default.
+
+    per_expert: with the grid and the loads that XPU has, for which Triton's wheels have no compiler.
+    """
     from optimus_compiler.runtime.kernels.triton import device, launch
     from optimus_compiler.runtime.kernels.triton.grouped_mlp import grouped_mlp_backward_triton, grouped_mlp_triton
     from optimus_compiler.runtime.kernels.triton.index_tokens import index_tokens_triton
@@ -58,12 +66,13 @@ def resources(
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    top_k = 8
+    tokens, top_k = 4096, 8
     indices_TK = meta(tokens, top_k, dtype=torch.int64)
     gate_up, down = meta(experts, 2, width, hidden), meta(experts, hidden, width)
     with (
         mock.patch.object(launch, "_run", compile_launch),
         mock.patch.object(device, "arch_of", return_value=arch),
+        mock.patch.object(device, "per_expert", return_value=per_expert),
         _fresh_cache(),
     ):
         indexed = index_tokens_triton(indices_TK, meta(dtype=torch.int64), experts, tokens * top_k)[:3]
@@ -105,7 +114,8 @@ def _compiled(kernel: Any, tensors: tuple[Tensor | None, ...], constants: Mappin
     ptx, (registers, stack) = compiled.asm["ptx"], _registers_and_stack(compiled.asm["cubin"])
     blocks = [str(constants[name]) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if name in constants]
     tile = " x ".join(blocks) + f", {options['num_warps']} warps, {options['num_stages']} stages" if blocks else ""
-    variants = {"transposed": constants.get("TRANSPOSED"), "gathers": arguments.get("token_R") is not None}
+    gathers = kernel.__name__ in PRODUCTS and arguments.get("token_R") is not None
+    variants = {"transposed": constants.get("TRANSPOSED"), "gathers": gathers}
     return Resources(
         kernel.__name__,
         ", ".join(name for name, holds in variants.items() if holds),

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from optimus_compiler import processes
 from optimus_compiler.runtime.files import synced_file
+from optimus_compiler.runtime.kernels.cpu import compiles
+from optimus_compiler.runtime.kernels.triton.probe import problem
 
 State = Literal["ok", "note", "wrong"]
 MEGABYTES = 64
@@ -41,6 +43,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield from _optional_packages()
     yield from _intel_packages()
     yield _device()
+    yield _expert_kernels()
     yield _compute()
     yield from _guarded("collectives", _collectives)
     yield from _guarded("file system", lambda: _file_system(folder))
@@ -96,6 +99,24 @@ def _device() -> Finding:
     else:
         name = f"{device}: {torch.get_device_module(device).get_device_name(device)}"
     return Finding("device", "note" if caught else "ok", "; ".join([name, *(str(each.message) for each in caught)]))
+
+
+def _expert_kernels() -> Finding:
+    """Which implementation of the experts runs on the device."""
+    device = processes.device()
+    if device.type == "cpu":
+        if compiles(torch.empty(1, dtype=torch.bfloat16)):
+            return Finding("experts", "ok", "C++ kernels")
+        return Finding("experts", "note", "the slow reference runs: install g++")
+    reason = problem(device)
+    if reason:
+        return Finding("experts", "note", f"the slow reference runs, no Triton kernels: {reason}")
+    from optimus_compiler.runtime.kernels.triton.tiles import tuned_file, tuned_tiles
+
+    tuned = (
+        f"{len(tuned_tiles())} tuned tiles of {tuned_file()}" if tuned_tiles() else "default tiles; --tune tunes them"
+    )
+    return Finding("experts", "ok", f"Triton kernels, {tuned}")
 
 
 def _compute() -> Finding:

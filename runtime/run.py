@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from optimus_compiler.capture import capture
 from optimus_compiler.config import (
     Config,
     ConfigError,
@@ -23,7 +24,8 @@ from optimus_compiler.config import (
 from optimus_compiler.layout import check_layout, micro_batches
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.models import ModelConfig, build, from_hf, from_name
-from optimus_compiler.passes import PassOptions
+from optimus_compiler.passes import PassOptions, PassPipeline, default_passes
+from optimus_compiler.program import Program
 from optimus_compiler.runtime.checkpoint.find import find_newest, open_whole
 from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFolder
 from optimus_compiler.runtime.checkpoint.manifest import MANIFEST, CheckpointError
@@ -182,6 +184,40 @@ def plain_model(config: Config, model_config: ModelConfig) -> nn.Module:
     """The Hugging Face-style model in the run's precision, on the meta device: shapes only, no memory."""
     with torch.device("meta"):
         return build(model_config).to(DTYPES[config.train.precision])
+
+
+def passed_program(config: Config) -> tuple[Program, PassPipeline]:
+    """The model of a configuration after all passes for its mesh, and what they reported; nothing is allocated, and no
+    other process is needed."""
+    model_config = load_model_config(config.model)
+    check_layout(config, model_config)
+    program = capture(
+        plain_model(config, model_config),
+        sequence_length=config.train.sequence_length or model_config.max_position_embeddings,
+        micro_batch_size=config.train.micro_batch_size,
+    )
+    wanted = config.mesh
+    program.mesh = Mesh.abstract(pp=wanted.pp, dp=wanted.dp, ep=wanted.ep, tp=wanted.tp)
+    pipeline = default_passes(program.mesh, pass_options(config))
+    pipeline.run(program)
+    return program, pipeline
+
+
+def block_sizes(program: Program) -> dict[str, int]:
+    """The sizes of a rank's expert block in a program after the passes; raises ValueError for a dense model."""
+    for segment in program.segments:
+        for node in segment.graph.graph.nodes:
+            if node.target is torch.ops.optimus.grouped_mlp.default:
+                x_TH, _, _, down_EHI, token_R = (argument.meta["val"] for argument in node.args[:5])
+                experts, hidden, width = down_EHI.shape
+                return {
+                    "experts": experts,
+                    "hidden": hidden,
+                    "width": width,
+                    "tokens": x_TH.shape[0],
+                    "rows": token_R.shape[0],
+                }
+    raise ValueError("the model has no expert block")
 
 
 def pass_options(config: Config) -> PassOptions:

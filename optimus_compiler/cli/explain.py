@@ -23,24 +23,8 @@ def explain(
     Example:
       optimus explain mula-7b-a1b --set model.overrides.num_hidden_layers=2 --graph
     """
-    from optimus_compiler.capture import capture
     from optimus_compiler.config import load_config
     from optimus_compiler.explain import explain as explain_program
-    from optimus_compiler.layout import check_layout
-    from optimus_compiler.mesh import Mesh
-    from optimus_compiler.passes import default_passes
-    from optimus_compiler.runtime.run import load_model_config, pass_options, plain_model
+    from optimus_compiler.runtime.run import passed_program
 
-    settings = load_config(config, overrides or ())
-    model_config = load_model_config(settings.model)
-    check_layout(settings, model_config)
-    program = capture(
-        plain_model(settings, model_config),
-        sequence_length=settings.train.sequence_length or model_config.max_position_embeddings,
-        micro_batch_size=settings.train.micro_batch_size,
-    )
-    wanted = settings.mesh
-    program.mesh = Mesh.abstract(pp=wanted.pp, dp=wanted.dp, ep=wanted.ep, tp=wanted.tp)
-    pipeline = default_passes(program.mesh, pass_options(settings))
-    pipeline.run(program)
-    print(explain_program(program, pipeline, graph))
+    print(explain_program(*passed_program(load_config(config, overrides or ())), graph))

@@ -68,7 +68,8 @@ def load_block(
         rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
         # one address in 64 bits and offsets in 32: half the registers of 64-bit addresses
         addresses = source + element(row, STRIDE) + column + rows[:, None] * STRIDE + columns[None, :]
-        return tl.load(addresses, mask=_inside(row + rows < end, column + columns, WIDTH, COLUMNS), other=0)
+        inside = (row + rows < end)[:, None] & (column + columns < WIDTH)[None, :]
+        return tl.load(addresses, mask=inside, other=0)
 
 
 @triton.jit
@@ -76,16 +77,7 @@ def load_rows(pointer, rows, used, column, WIDTH: tl.constexpr, COLUMNS: tl.cons
     """[len(rows), COLUMNS] of the rows of a row-major matrix; unused rows and columns past WIDTH are 0."""
     columns = column + tl.arange(0, COLUMNS)
     addresses = pointer + element(rows, WIDTH)[:, None] + columns[None, :]
-    return tl.load(addresses, mask=_inside(used, columns, WIDTH, COLUMNS), other=0)
-
-
-@triton.jit
-def _inside(used, columns, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """A mask; where all columns are within WIDTH it names rows only, and loads keep their full width."""
-    if WIDTH % COLUMNS == 0:
-        return used[:, None]
-    else:
-        return used[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(addresses, mask=used[:, None] & (columns < WIDTH)[None, :], other=0)
 
 
 @triton.jit

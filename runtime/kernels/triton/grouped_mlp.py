@@ -16,7 +16,7 @@ def grouped_mlp_triton(
     """grouped_mlp: y_RH and gate_up_R2I."""
     gate_up_E2IH, down_EHI = gate_up_E2IH.contiguous(), down_EHI.contiguous()
     weight_R = weight_of_rows_triton(weights_TK, row_TK, len(token_R))
-    gate_up_R2I, h_RI = multiply_gate_up(*_rows_of(x_TH, token_R), weight_R, gate_up_E2IH, offsets_E)
+    gate_up_R2I, h_RI = multiply_gate_up(*rows_of(x_TH, token_R), weight_R, gate_up_E2IH, offsets_E)
     return multiply(h_RI, down_EHI, offsets_E, transposed=True, product="down"), gate_up_R2I
 
 
@@ -33,12 +33,12 @@ def grouped_mlp_backward_triton(
     dweights_TK = weights_gradient_triton(dweight_PR, weights_TK, row_TK)
     sum_outer(dy_RH, h_RI, None, offsets_E, ddown_EHI, adds=adds)
     del h_RI
-    sum_outer(dgate_up_R2I, *_rows_of(x_TH, token_R), offsets_E, dgate_up_E2IH.flatten(1, 2), adds=adds)
+    sum_outer(dgate_up_R2I, *rows_of(x_TH, token_R), offsets_E, dgate_up_E2IH.flatten(1, 2), adds=adds)
     dx_RH = multiply(dgate_up_R2I, gate_up_E2IH.flatten(1, 2), offsets_E, transposed=False, product="dx")
     return sum_rows_triton(dx_RH, row_TK), dweights_TK
 
 
-def _rows_of(x_TH: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor | None]:
+def rows_of(x_TH: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows for a product to read through token_R; where that is slow, one copy of them in order, and None."""
     if device.per_expert(x_TH.device):
         return x_TH.index_select(0, token_R), None

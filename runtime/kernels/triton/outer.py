@@ -47,8 +47,8 @@ def outer_kernel(
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    ROW_TILES: tl.constexpr = tl.cdiv(M, BLOCK_M)
-    COLUMN_TILES: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    ROW_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     HALF: tl.constexpr = BLOCK_N // 2
     TILES: tl.constexpr = ROW_TILES * COLUMN_TILES
     for tile in range(tl.program_id(0), E // tl.num_programs(1) * TILES, tl.num_programs(0)):
@@ -74,19 +74,19 @@ def outer_kernel(
                 b_KN = load_rows(b, sources, used, column, N, BLOCK_N)
                 out = tl.dot(a_KM.T, b_KN, out, input_precision=PRECISION)
 
-        if end > start or not ADDS:
-            table = out_EMN + element(expert, M * N)
-            # in halves: the sums and what they are added to would not fit the registers together
-            left, right = halves(out)
-            _add_or_store(table, row_tile * BLOCK_M, column, left, M, N, ADDS, BLOCK_M, HALF)
-            _add_or_store(table, row_tile * BLOCK_M, column + HALF, right, M, N, ADDS, BLOCK_M, HALF)
+        table = out_EMN + element(expert, M * N)
+        height = tl.where(end > start, M, 0) if ADDS else M  # an expert without rows is not touched
+        # in halves: the sums and what they are added to would not fit the registers together
+        left, right = halves(out)
+        _add_or_store(table, row_tile * BLOCK_M, column, left, height, N, ADDS, BLOCK_M, HALF)
+        _add_or_store(table, row_tile * BLOCK_M, column + HALF, right, height, N, ADDS, BLOCK_M, HALF)
 
 
 @triton.jit
 def _add_or_store(
-    table, row, column, block,
-    M: tl.constexpr, N: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    table, row, column, block, height,
+    N: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if ADDS:
-        block += load_block(table, row, column, M, N, N, ROWS, COLUMNS, False).to(tl.float32)
-    store_block(table, row, column, block, M, N, N)
+        block += load_block(table, row, column, height, N, N, ROWS, COLUMNS, False).to(tl.float32)
+    store_block(table, row, column, block, height, N, N)

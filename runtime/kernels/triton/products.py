@@ -95,7 +95,7 @@ def gate_up_kernel(
     R, E: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    COLUMN_TILES: tl.constexpr = tl.cdiv(WIDTH, BLOCK_N)
+    COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     ROWS_DESCRIBED: tl.constexpr = DESCRIBED and token_R is None
     x_rows = matrix(x, R, H, H, BLOCK_M, BLOCK_K, ROWS_DESCRIBED)
     table = matrix(gate_up_E2IH, E * 2 * WIDTH, H, H, BLOCK_N, BLOCK_K, DESCRIBED)
@@ -136,7 +136,7 @@ def multiply_kernel(
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    COLUMN_TILES: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     a = matrix(a_RC, R, C, C, BLOCK_M, BLOCK_K, DESCRIBED)
     if TRANSPOSED:
         table = matrix(table_E, E * N, C, C, BLOCK_N, BLOCK_K, DESCRIBED)
@@ -166,7 +166,7 @@ def down_backward_kernel(
     R, E: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    COLUMN_TILES: tl.constexpr = tl.cdiv(WIDTH, BLOCK_N)
+    COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     QUARTER: tl.constexpr = BLOCK_N // 4
     dy = matrix(dy_RH, R, H, H, BLOCK_M, BLOCK_K, DESCRIBED)
     table = matrix(down_EHI, E * H, WIDTH, WIDTH, BLOCK_K, BLOCK_N, DESCRIBED)

@@ -80,8 +80,8 @@ INTERPRETED = Tile(16, 32, 16, 4, 2, group=2)
 
 
 def tile_for(product: Product, x: Tensor, sizes: tuple[int, ...]) -> Tile:
-    """The tile of a product of tensors like x; sizes are (experts, hidden, width, rows)."""
-    tuned = _tuned().get(key(product, x, sizes))
+    """The tile of a product of tensors like x; sizes: experts, the sides of an expert's matrix, rows."""
+    tuned = tuned_tiles().get(key(product, x, sizes))
     return Tile(*tuned) if tuned else default(product, x)
 
 
@@ -95,10 +95,10 @@ def default(product: Product, x: Tensor) -> Tile:
 
 def key(product: Product, x: Tensor, sizes: tuple[int, ...]) -> str:
     """Where the file keeps a product's tile: by device, dtype and sizes, rows to the next power of two."""
-    experts, hidden, width, rows = sizes
+    experts, height, width, rows = sizes
     dtype = str(x.dtype).removeprefix("torch.")
     rows = triton.next_power_of_2(max(rows, 1))
-    return f"{device.name_of(x.device)}, {product}, {dtype}, {experts}x{hidden}x{width}, {rows} rows"
+    return f"{device.name_of(x.device)}, {product}, {dtype}, {experts}x{height}x{width}, {rows} rows"
 
 
 def tuned_file() -> Path:
@@ -108,8 +108,12 @@ def tuned_file() -> Path:
 
 
 @cache
-def _tuned() -> dict[str, list[int]]:
+def tuned_tiles() -> dict[str, list[int]]:
+    """What the file holds, by key; raises ValueError where it is damaged."""
+    file = tuned_file()
     try:
-        return json.loads(tuned_file().read_text())
+        return json.loads(file.read_text())
     except FileNotFoundError:
         return {}
+    except ValueError:
+        raise ValueError(f"{file} is not JSON: delete it and run optimus doctor --tune again") from None

@@ -1,6 +1,7 @@
 """index_tokens -> grouped_mlp -> reduce_outputs: values and gradients, undefined memory, determinism, compile."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from optimus_compiler.runtime.kernels import (
     Kernels,
+    dispatch,
     grouped_mlp,
     index_tokens,
     moe,
@@ -18,6 +20,8 @@ from optimus_compiler.runtime.kernels import (
     set_kernels,
     use_kernels,
 )
+from optimus_compiler.runtime.kernels.dispatch import require
+from optimus_compiler.runtime.kernels.triton import probe
 from tests.runtime.kernels.naive import (
     NAMES,
     Block,
@@ -246,11 +250,53 @@ def test_mixed_dtypes_and_wrong_layouts_are_refused() -> None:
 
 def test_a_choice_that_cannot_run_is_refused() -> None:
     block = make_block(T=6, K=2, E=3, H=6, width=4)
-    with use_kernels("triton"), pytest.raises(RuntimeError, match="kernels='triton' cannot run on cpu tensors"):
+    refusal = r"kernels='triton' cannot run on cpu tensors \(on a CPU they are only interpreted: set TRITON_INTERPRET=1"
+    with use_kernels("triton"), pytest.raises(RuntimeError, match=refusal):
         run_moe(block)
+    with pytest.raises(RuntimeError, match=r"kernels='cpu' cannot run on xpu tensors \(the C\+\+ kernels are for CPUs"):
+        require("cpu", torch.device("xpu"))
     with pytest.raises(ValueError, match="kernels='fast' is unknown: choose one of auto, reference, cpu, triton"):
         set_kernels("fast")  # type: ignore[arg-type]
     run_moe(block)  # the choice of the block above has been undone
+
+
+def test_a_gpu_takes_triton_or_says_once_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice needs a device's name, not the device."""
+    warnings: list[str] = []
+    reasons = {"cuda": None, "xpu": "triton is not installed"}
+    monkeypatch.setattr(dispatch, "problem", lambda device: reasons[device.type])
+    monkeypatch.setattr(dispatch._log, "warning", lambda message, *arguments: warnings.append(message % arguments))
+    choices = {"reference": lambda: "reference", "cpu": lambda: "cpu", "triton": lambda: "triton"}
+    for name, dtype, expected in [
+        ("cuda", torch.bfloat16, "triton"),
+        ("cuda", torch.int64, "triton"),
+        ("cuda", torch.float64, "reference"),
+        ("xpu", torch.bfloat16, "reference"),
+        ("xpu", torch.float32, "reference"),
+    ]:
+        like: Any = SimpleNamespace(device=torch.device(name), dtype=dtype)
+        assert dispatch.select(like, **choices)() == expected
+        with use_kernels("reference"):
+            assert dispatch.select(like, **choices)() == "reference"
+    assert warnings == ["experts run on the slow reference path on xpu: triton is not installed"]
+    dispatch._triton_runs.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (None, "triton is not installed: pip install 'optimus-compiler[triton]'"),
+        ("3.5.1", "triton 3.5.1 is installed, 3.6 to 3.9 are supported"),
+        ("3.10.0+git", "triton 3.10.0+git is installed, 3.6 to 3.9 are supported"),
+        ("3.6.0", "on a CPU they are only interpreted: set TRITON_INTERPRET=1 before Python starts"),
+    ],
+)
+def test_the_probe_names_what_is_missing(found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if found:
+        monkeypatch.setattr("triton.__version__", found)
+    else:
+        monkeypatch.setattr(probe, "find_spec", lambda name: None)
+    assert probe.problem.__wrapped__(torch.device("cpu")) == reason
 
 
 BALANCED = torch.stack([(torch.arange(4) + t) % 8 for t in range(64)])

@@ -6,11 +6,10 @@ import torch
 
 from tests.runtime.kernels.naive import Block, make_block
 
-DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-assert DEVICE is not None
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def block_on_device(**sizes: Any) -> Block:
     """make_block, on the device."""
-    *leaves, indices_TK = make_block(**sizes)
-    return Block(*(leaf.detach().to(DEVICE).requires_grad_() for leaf in leaves), indices_TK.to(DEVICE))
+    block = make_block(**sizes)
+    return Block._make([*(leaf.detach().to(DEVICE).requires_grad_() for leaf in block[:4]), block[4].to(DEVICE)])

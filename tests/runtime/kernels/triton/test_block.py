@@ -37,7 +37,8 @@ def run_moe(block: Block, first_expert: Tensor | None = None) -> Tensor:
 
 def assert_exact(y_TH: Tensor, computed: tuple[Tensor, ...], block: Block, bound: float, first: int = 0) -> None:
     """Output and every gradient are the fp64 block's, up to a relative error."""
-    exact = Block(*(leaf.detach().double().cpu().requires_grad_() for leaf in block[:4]), block.indices_TK.cpu())
+    leaves = [leaf.detach().double().cpu().requires_grad_() for leaf in block[:4]]
+    exact = Block._make([*leaves, block.indices_TK.cpu()])
     expected_TH = naive_moe(exact, first)
     assert relative_error(y_TH.cpu(), expected_TH) < bound
     for name, leaf, a, b in zip(NAMES, block[:4], computed, gradients(expected_TH, exact), strict=True):
@@ -110,7 +111,7 @@ def test_gradients_are_added_to_buffers(shape: str, dtype: torch.dtype, buffer_d
     block = block_on_device(**SHAPES[shape], dtype=dtype)
     tables = (block.gate_up_E2IH, block.down_EHI)
     buffers = [torch.full_like(table, 0.5, dtype=buffer_dtype) for table in tables]
-    expected = gradients(naive_moe(Block(*(t.cpu() for t in block))), block)
+    expected = gradients(naive_moe(Block._make(t.cpu() for t in block)), block)
     for _ in range(2):
         y_TH = moe(*block[:2], block.indices_TK, *tables, *buffers)
         y_TH.backward(torch.randn(y_TH.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y_TH))
