@@ -1,6 +1,5 @@
 """Shared by the benchmarks: one thread setting for every variant, the interleaved rounds, tables that are kept."""
 
-import json
 import os
 import platform
 import statistics
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
+
+from bench import tables
 
 Milliseconds = dict[str, float]
-RESULTS = Path(__file__).parent / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +63,10 @@ def publish(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     """publish(name, title, columns, rows): prints a table; under --benchmark-enable also keeps it, in results/."""
 
     def show(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=f"{title}\n{machine()}", title_justify="left")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in rows:
-            table.add_row(*row)
         with capsys.disabled():
-            Console(width=150).print("\n", table)
+            tables.show(title, machine(), columns, rows)
         if benchmark.enabled:
-            kept = {"title": title, "machine": machine(), "columns": list(columns), "rows": [list(row) for row in rows]}
-            RESULTS.mkdir(exist_ok=True)
-            (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+            tables.keep(name, title, machine(), columns, rows)
 
     return show
 

@@ -32,7 +32,7 @@ def tune(
     the last product is done.
     """
     found = tuned_tiles().copy()
-    for product, (x, sizes, run) in _products(device, dtype, experts, hidden, width, tokens, rows).items():
+    for product, (x, sizes, run) in products(device, dtype, experts, hidden, width, tokens, rows).items():
         before = default(product, x)
         seconds = {tile: spent for tile in candidates(before) if (spent := _seconds(partial(run, tile), device))}
         if before not in seconds:
@@ -66,10 +66,10 @@ def candidates(tile: Tile) -> list[Tile]:
     return [tile for tile in dict.fromkeys(neighbours) if min(tile.m, tile.n, tile.k) >= 16]
 
 
-def _products(
+def products(
     device: torch.device, dtype: torch.dtype, E: int, H: int, width: int, T: int, R: int
 ) -> dict[Product, tuple[Tensor, tuple[int, ...], Callable[[Tile], object]]]:
-    """For each product: its first operand and sizes, by which its tile is kept, and the product itself."""
+    """For each product, on random tensors: its first operand and sizes, which name its tile, and the product itself."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype) * 0.1
