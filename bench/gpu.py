@@ -94,9 +94,9 @@ def block_steps(bench: GpuBench, experts: Any, layer: Layer, x_TH: Tensor, indic
         x_TH.grad = weights_TK.grad = None
         forward().backward(dout_TH)
 
-    def theirs(implementation: str) -> Tensor:
+    def theirs(implementation: str, module: Callable[..., Tensor] = experts) -> Tensor:
         experts.config._experts_implementation = implementation
-        return experts(x_TH, indices_TK, weights_TK)
+        return module(x_TH, indices_TK, weights_TK)
 
     def ours() -> Tensor:
         return moe(x_TH, weights_TK, indices_TK, tables[0], down, tables[1], down.grad)
@@ -104,6 +104,8 @@ def block_steps(bench: GpuBench, experts: Any, layer: Layer, x_TH: Tensor, indic
     steps: dict[str, Step] = {"ours": partial(run, ours)}
     for implementation in ("eager", "grouped_mm", "sonicmoe"):
         steps[f"HF {implementation}"] = partial(run, partial(theirs, implementation))
+    compiled = torch.compile(experts)
+    steps["torch.compile(HF grouped_mm)"] = partial(run, partial(theirs, "grouped_mm", compiled))
     return steps
 
 
@@ -225,6 +227,8 @@ def measure_blocks(bench: GpuBench, layers: list[Layer], tokens: list[int], peak
                 steps = block_steps(bench, experts, layer, x_TH, indices_TK)
                 if layer == layers[0] and kind == "balanced":
                     steps.update(library_steps(bench, layer, x_TH, indices_TK))
+                if bench.smoke or layer != layers[0] or kind != "balanced":
+                    del steps["torch.compile(HF grouped_mm)"]  # it compiles for every shape anew
                 found = bench.medians(steps)
                 for name, (seconds, peak_bytes) in found.items():
                     rate = flops / seconds

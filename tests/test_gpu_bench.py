@@ -1,4 +1,4 @@
-"""bench/gpu.py runs from end to end at tiny sizes, interpreted: time on a GPU is too dear to find its mistakes there."""
+"""bench/gpu.py runs from end to end at tiny sizes, interpreted: GPU time is too dear to find its mistakes with."""
 
 import json
 import os
