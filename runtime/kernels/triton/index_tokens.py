@@ -35,7 +35,7 @@ def index_tokens_triton(
         "TOKENS": TOKENS,
         "BLOCK_C": triton.next_power_of_2(TOKENS * K),
     }
-    counts_EB = new(E, B, dtype=torch.int32)
+    counts_EB = indices_TK.new_empty(E, B, dtype=torch.int32)
     bins = triton.next_power_of_2(E + 1)
     launch(count_kernel, (B,), indices_TK, first_expert, counts_EB, **sizes, BINS=bins)
     rows_to_EB = counts_EB.view(-1).cumsum(0, dtype=torch.int32)

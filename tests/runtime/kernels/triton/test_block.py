@@ -134,6 +134,28 @@ def test_repeats_are_bitwise_equal() -> None:
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only CUDA can watch for it")
+def test_nothing_waits_for_the_device() -> None:
+    block = block_on_device(**SHAPES["skewed"], dtype=torch.bfloat16)
+    gradients(run_moe(block), block)  # compiles
+    dy_TH = torch.ones_like(block.x_TH)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_moe(block).backward(dy_TH)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_token_at_all() -> None:
+    block = block_on_device(T=0, K=2, E=3, H=16, width=8, indices_TK=torch.zeros(0, 2, dtype=torch.int64))
+    with poisoned():
+        y_TH = run_moe(block)
+        dx_TH, dweights_TK, dgate_up_E2IH, ddown_EHI = gradients(y_TH, block)
+    assert (y_TH.shape, dx_TH.shape, dweights_TK.shape) == ((0, 16), (0, 16), (0, 2))
+    assert not dgate_up_E2IH.any()
+    assert not ddown_EHI.any()
+
+
 @pytest.mark.parametrize("tile", [Tile(32, 16, 16, 4, 2, group=1), Tile(64, 64, 64, 4, 2, group=3)], ids=str)
 def test_any_tile_gives_the_product(tile: Tile) -> None:
     a_RC = torch.randn(50, 48, device=DEVICE)
