@@ -76,7 +76,7 @@ DEFAULTS: dict[str, dict[Product, Tile]] = {
 }
 FAMILY = {"sm_90": "sm_90", "sm_100": "sm_90", "sm_103": "sm_90", "xpu": "xpu"}  # the rest: sm_80, which is modest
 EXACT = Tile(64, 32, 16, 4, 2, programs=2)  # fp32, which no tensor core multiplies exactly
-INTERPRETED = Tile(16, 32, 16, 4, 2, group=2)
+INTERPRETED = Tile(16, 32, 32, 4, 2, group=2)
 
 
 def tile_for(product: Product, x: Tensor, sizes: tuple[int, ...]) -> Tile:

@@ -4,6 +4,7 @@ tests/runtime/kernels/test_triton_interpreted.py runs them in such a process.
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ if DEVICE.type == "cpu" and not INTERPRETED:
 
 
 @pytest.fixture(autouse=True)
-def triton_kernels() -> None:
+def triton_kernels() -> Iterator[None]:
     """All fused ops of these tests run on Triton unless they say otherwise."""
-    from optimus_compiler.runtime.kernels import set_kernels
+    from optimus_compiler.runtime.kernels import use_kernels
 
-    set_kernels("triton")
     torch.manual_seed(0)
+    with use_kernels("triton"):
+        yield

@@ -101,11 +101,15 @@ def test_saves_what_the_reference_saves(forward: Kernels, backward: Kernels) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "buffer_dtype"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-    ids=["fp32", "bf16", "bf16 weights, fp32 gradients"],
+    ("shape", "dtype", "buffer_dtype"),
+    [
+        ("skewed", torch.float32, torch.float32),
+        ("skewed", torch.bfloat16, torch.bfloat16),
+        ("skewed", torch.bfloat16, torch.float32),
+        ("gate beside up within a tile", torch.float32, torch.float32),
+    ],
+    ids=["fp32", "bf16", "bf16 weights, fp32 gradients", "gate beside up within a tile"],
 )
-@pytest.mark.parametrize("shape", ["skewed", "gate beside up within a tile"])
 def test_gradients_are_added_to_buffers(shape: str, dtype: torch.dtype, buffer_dtype: torch.dtype, grid: str) -> None:
     """Twice, onto what was there; a table without rows stays as it was."""
     block = block_on_device(**SHAPES[shape], dtype=dtype)
