@@ -73,12 +73,9 @@ def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) 
     there = _there_anyway(program, segment)
     known = (segment.key, marks, there)
     if known not in _known:
-        run = replace(segment, graph=copy_graph(segment.graph))
-        buffers = add_gradient_buffers(run, _expert_tables(program, segment))
-        every_mark = (*marks, *(False for _ in buffers))
-        forward, backward = trace(run.graph, run.placeholders(), every_mark)
+        forward, backward = traced(program, segment, marks)
         placeholders = list(forward.graph.find_nodes(op="placeholder"))
-        external = _storages([placeholders[i] for i in (*there, *range(len(marks), len(every_mark)))])
+        external = _storages([placeholders[i] for i in (*there, *range(len(marks), len(placeholders)))])
         results: Any = forward.graph.output_node().args[0]
         kept = {s: n for s, n in _sized(results[len(segment.outputs) :]).items() if s not in external}
         in_forward, in_backward, flops = _most_alive(forward, external | set(kept)), 0, 0
@@ -89,6 +86,14 @@ def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) 
             flops = _flops(program, segment, backward)
         _known[known] = SegmentMemory(sum(kept.values()), in_forward, in_backward, flops)
     return _known[known]
+
+
+def traced(program: Program, segment: Segment, marks: tuple[bool, ...]) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """The forward and backward graphs of a segment as a training step runs them, gradient buffers of experts included;
+    marks: which of its placeholders need gradients."""
+    run = replace(segment, graph=copy_graph(segment.graph))
+    buffers = add_gradient_buffers(run, _expert_tables(program, segment))
+    return trace(run.graph, run.placeholders(), (*marks, *(False for _ in buffers)))
 
 
 def _expert_tables(program: Program, segment: Segment) -> dict[str, Tensor]:

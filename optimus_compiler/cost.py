@@ -29,7 +29,7 @@ def forward_flops(program: Program) -> dict[int, int]:
 def flop_counter(program: Program, segment: Segment) -> FlopCounterMode:
     """torch's counter, with our operations in a segment's forward: experts count the rows of an even share, tokens *
     choices, not those of their buffers."""
-    rows = _rows_a_rank(program, segment)
+    rows = rows_a_rank(program, segment)
 
     def experts(x: Sequence[int], weights: Sequence[int], gate_up: Sequence[int], *_: Any, **__: Any) -> int:
         both, width, hidden = gate_up[1:]
@@ -46,7 +46,7 @@ def parameter_count(program: Program, segment: Segment) -> int:
     return sum(math.prod(program.parameters[name].local_shape(program.mesh)) for name in segment.parameters)
 
 
-def _rows_a_rank(program: Program, segment: Segment) -> int:
+def rows_a_rank(program: Program, segment: Segment) -> int:
     """The rows that the experts of one rank compute when every rank has equally many: S * K."""
     for node in segment.graph.graph.nodes:
         if node.target is ops.plan_exchange.default:

@@ -41,7 +41,7 @@ def in_flight(schedule: str, ranks: int, virtual_stages: int, micro_batches: int
     for rank in range(ranks):
         held: Counter[int] = Counter()
         peak: Counter[int] = Counter()
-        for stage, change in _actions(schedule, ranks, virtual_stages, micro_batches, rank):
+        for stage, change in actions(schedule, ranks, virtual_stages, micro_batches, rank):
             held[stage] += change
             if held.total() > peak.total():
                 peak = held.copy()
@@ -50,7 +50,7 @@ def in_flight(schedule: str, ranks: int, virtual_stages: int, micro_batches: int
     return tuple(most)
 
 
-def _actions(
+def actions(
     schedule: str, ranks: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> list[tuple[int, Literal[1, -1]]]:
     """One rank's forwards (stage, 1) and backwards (stage, -1) in order; those of a stage are in micro-batch order."""

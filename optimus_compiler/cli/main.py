@@ -16,6 +16,7 @@ from optimus_compiler.cli.explain import explain
 from optimus_compiler.cli.export import export
 from optimus_compiler.cli.import_optimus_data import import_optimus_data
 from optimus_compiler.cli.launch import launch
+from optimus_compiler.cli.plan import plan
 from optimus_compiler.cli.plot import plot
 from optimus_compiler.cli.prepare import prepare
 from optimus_compiler.cli.pretrain import pretrain
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (prepare, import_optimus_data, pretrain, launch, status, export, explain, plot, doctor, demo):
+for command in (prepare, import_optimus_data, pretrain, launch, status, export, plan, explain, plot, doctor, demo):
     app.command()(command)
 app.command(hidden=True)(slot)
 app.add_typer(checkpoint.app, name="checkpoint")
