@@ -123,15 +123,16 @@ def _reduced_sizes(region: ExpertRegion, roles: Roles) -> dict[int, int]:
         return {}
     common = math.gcd(width, hidden)
     factors = [2**i for i in range(common.bit_length()) if common % 2**i == 0 and common // 2**i >= SMALLEST]
+    counts = [n * scale for scale in (1, experts) for n in (1, batch, batch * top_k)]  # of sequences, in a size
     for factor in reversed(factors):
-        short = [hidden // factor, width // factor, 2 * width // factor]
-        for steps in (SMALLEST, *(size // batch for size in short if size % batch == 0), length):
-            pairs = [(size, size) for size in (batch, experts, top_k)]
-            pairs += [(size, size // factor) for size in (width, 2 * width, hidden)]
-            pairs += [(length * n, steps * n) for n in (1, batch, batch * top_k)]
-            pairs += [(a * experts, b * experts) for a, b in pairs[3:]]
-            sizes = dict(pairs)
-            if 0 < steps <= length and all(sizes[size] == reduced for size, reduced in pairs):
+        pairs = [(size, size) for size in (batch, experts, top_k)]
+        short = [(size, size // factor) for size in (width, 2 * width, hidden)]
+        pairs += [*short, *((size * experts, reduced * experts) for size, reduced in short)]
+        equal = [reduced // n for size, reduced in pairs for n in counts if size == length * n]
+        for steps in (SMALLEST, *equal):
+            every = [*pairs, *((length * n, steps * n) for n in counts)]
+            sizes = dict(every)
+            if 0 < steps <= length and all(sizes[size] == reduced for size, reduced in every):
                 return sizes
     return {}
 

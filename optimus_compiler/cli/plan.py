@@ -14,7 +14,9 @@ from optimus_compiler.cli.pretrain import ConfigArgument, SetOption
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from optimus_compiler.config import Config
     from optimus_compiler.runtime.plan.estimate import Plan
+    from optimus_compiler.runtime.plan.hardware import Hardware
     from optimus_compiler.runtime.plan.scale import Point
 
 
@@ -25,6 +27,9 @@ def plan(
         typer.Option(min=1, help="Processes; dp is chosen, each rank's batch stays. Default: those of [mesh]."),
     ] = None,
     hardware: Annotated[str, typer.Option(help="aurora, h200, or a TOML file like theirs.")] = "aurora",
+    layout: Annotated[
+        str | None, typer.Option(metavar="auto", help="Search for the fastest layout that fits, and plan the best few.")
+    ] = None,
     scale: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Efficiency on so many processes, the same batch a rank.")
     ] = None,
@@ -47,24 +52,30 @@ def plan(
     Example:
       optimus plan mula-220b-a10b --world-size 12288
       optimus plan run.toml --world-size 24 --hardware h200 --set mesh.ep=8
+      optimus plan mula-20b-a2b --world-size 96 --layout auto
       optimus plan mula-220b-a10b --scale 384,768,1536,3072,6144,12288
     """
     from rich.console import Console
 
     from optimus_compiler.config import load_config
+    from optimus_compiler.runtime.plan.deepen import planned_program
     from optimus_compiler.runtime.plan.estimate import estimate
     from optimus_compiler.runtime.plan.hardware import load_hardware
     from optimus_compiler.runtime.plan.layout import on_processes, refuse_what_does_not_fit
-    from optimus_compiler.runtime.run import load_model_config, passed_program
+    from optimus_compiler.runtime.run import load_model_config
 
     machine = load_hardware(hardware)
     settings = load_config(config, overrides or ())
     sizes = _sizes(scale) if scale else []
+    if layout not in (None, "auto"):
+        raise ValueError(f"--layout {layout} is unknown: write --layout auto, or set mesh.pp, mesh.ep and the like")
+    if layout:
+        return _search(settings, machine, world_size)
     if world_size is not None or sizes:
         settings = on_processes(settings, world_size or sizes[0])
     console = Console()
     with console.status("capturing the model and running the passes"):
-        program = passed_program(settings)[0]
+        program = planned_program(settings)
         found = estimate(program, settings, machine)
     if sizes:
         from optimus_compiler.runtime.plan import scale as scaling
@@ -79,6 +90,35 @@ def plan(
     for table in (_memory_table(found), _traffic_table(found), _time_table(found)):
         console.print(table)
     refuse_what_does_not_fit(found)
+
+
+def _search(settings: Config, machine: Hardware, world_size: int | None) -> None:
+    from rich.console import Console
+
+    from optimus_compiler.cli.stages import StageProgress
+    from optimus_compiler.runtime.plan.search import search
+
+    sizes = settings.mesh
+    processes = world_size or sizes.pp * sizes.dp * sizes.ep * sizes.tp
+    with StageProgress() as progress:
+        plans = search(settings, machine, processes, progress.show)
+    columns = "pp, dp, ep, tp, micro-batch, schedule, recomputed, peak GiB, step s, tokens/s, of it"
+    table = _table(f"Layouts of {settings.model.name} on {processes:,} x {machine.name}, fastest first", columns)
+    for plan in plans:
+        mesh, config, time = plan.mesh, plan.config, plan.time
+        virtual = f" x {config.pipeline.virtual_stages}" if config.pipeline.virtual_stages > 1 else ""
+        shares = (("computing", time.compute), ("waiting", time.communication), ("bubble", time.bubble),
+                  ("optimizer", time.optimizer))  # fmt: skip
+        table.add_row(
+            *map(str, (mesh.pp, mesh.dp, mesh.ep, mesh.tp, config.train.micro_batch_size)),
+            f"{config.pipeline.schedule}{virtual}" if mesh.pp > 1 else "",
+            "+".join(config.activation_checkpointing.blocks) or "nothing",
+            f"{plan.peak_memory / 2**30:.1f}",
+            f"{time.total:.3f}",
+            f"{plan.tokens_per_second:,.0f}",
+            ", ".join(f"{name} {100 * part / time.total:.0f}%" for name, part in shares),
+        )
+    Console(width=max(Console().width, 160)).print(table)
 
 
 def _sizes(text: str) -> list[int]:

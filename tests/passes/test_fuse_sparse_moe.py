@@ -1,5 +1,7 @@
 """FuseSparseMoE: what it emits (golden), which weights it merges and how they go back, and what it refuses."""
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 import optimus_compiler as optimus
 from optimus_compiler.models import OlmoeForCausalLM
 from optimus_compiler.passes import Canonicalise, CausalMask, FuseSparseMoE, PassError, PassPipeline
+from optimus_compiler.passes.expert_region import _reduced_sizes
 from optimus_compiler.program import Program
 from tests.models.twins import olmoe_config, ours
 from tests.v4_block import with_v4_blocks
@@ -106,6 +109,21 @@ def test_big_regions_are_checked_at_reduced_sizes() -> None:
     layers[0].mlp.experts = OtherExperts(layers[0].mlp.experts, "gelu")
     with pytest.raises(PassError, match=r"^model.layers.0.mlp.experts does not compute"):
         PIPELINE.run(optimus.capture(model, sequence_length=1024, micro_batch_size=2))  # as many tokens as elements
+
+
+@pytest.mark.parametrize("sizes", [(64, 1024, 2048), (96, 1024, 2048), (144, 1536, 3072), (240, 1536, 3072)], ids=str)
+def test_every_batch_of_the_mula_models_can_be_checked_at_reduced_sizes(sizes: tuple[int, int, int]) -> None:
+    """Also where tokens, sequence, hidden size and width are the same numbers: else it takes minutes and 14 GB."""
+    for batch, length in itertools.product((1, 2, 3, 4, 6, 8, 16), (512, 1024, 2048, 4096, 8192)):
+        region: Any = SimpleNamespace(micro_batch_size=batch, sequence_length=length)
+        roles: Any = SimpleNamespace(sizes=lambda: sizes, top_k=8)
+        smaller = _reduced_sizes(region, roles)
+        assert smaller
+        experts, width, hidden = sizes
+        assert (smaller[experts], smaller[8]) == (experts, 8)
+        assert smaller[2 * width] == 2 * smaller[width]
+        assert smaller[batch * length] == batch * smaller[length]
+        assert 6 * smaller[batch * length] * 8 * smaller[width] * smaller[hidden] < 10**10  # a second or two
 
 
 class OtherExperts(nn.Module):
