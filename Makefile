@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo test test-all bench plan-validation lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/optimus demo
@@ -17,6 +17,12 @@ test-all: $(INSTALLED) lint
 # results in bench/results/*.json, then as tables in README.md
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-disable-gc -s
+	$(BIN)/python -m bench.report
+
+# about fifteen minutes: plans beside the paper's figures, and beside real runs on this machine
+plan-validation: $(INSTALLED)
+	$(BIN)/python -m bench.plan_validation
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.plan_measured
 	$(BIN)/python -m bench.report
 
 lint: $(INSTALLED)

@@ -187,8 +187,15 @@ def plain_model(config: Config, model_config: ModelConfig) -> nn.Module:
 
 
 def passed_program(config: Config) -> tuple[Program, PassPipeline]:
-    """The model of a configuration after all passes for its mesh, and what they reported; nothing is allocated, and no
-    other process is needed."""
+    """The model of a configuration after all passes for its mesh, and these; nothing is allocated, and no other process
+    is needed."""
+    program, pipeline = captured_program(config)
+    pipeline.run(program)
+    return program, pipeline
+
+
+def captured_program(config: Config) -> tuple[Program, PassPipeline]:
+    """The model of a configuration as captured, on its mesh, and the passes that are to run."""
     model_config = load_model_config(config.model)
     check_layout(config, model_config)
     program = capture(
@@ -198,9 +205,7 @@ def passed_program(config: Config) -> tuple[Program, PassPipeline]:
     )
     wanted = config.mesh
     program.mesh = Mesh.abstract(pp=wanted.pp, dp=wanted.dp, ep=wanted.ep, tp=wanted.tp)
-    pipeline = default_passes(program.mesh, pass_options(config))
-    pipeline.run(program)
-    return program, pipeline
+    return program, default_passes(program.mesh, pass_options(config))
 
 
 def block_sizes(program: Program) -> dict[str, int]:

@@ -73,9 +73,7 @@ def test_search_finds_what_fits_and_ranks_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_fit_is_refused_with_the_leanest_layout() -> None:
     config = config_with("[mesh]", "pp = 2")
     rough = [_Rough(config, 1.0, 3 * 2**30), _Rough(config_with(), 1.0, 5 * 2**30)]
-    with pytest.raises(
-        ConfigError, match=r"the leanest, pp=2 dp=1 ep=1 tp=1 .*, needs 3\.0 GiB of 64 GiB a device"
-    ):
+    with pytest.raises(ConfigError, match=r"the leanest, pp=2 dp=1 ep=1 tp=1 .*, needs 3\.0 GiB of 64 GiB a device"):
         _refuse(rough, AURORA, 2)
     with pytest.raises(ConfigError, match="no layout of 7 devices divides the model and its batch"):
         _refuse([], AURORA, 7)
