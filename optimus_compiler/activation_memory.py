@@ -17,7 +17,7 @@ from optimus_compiler.cost import flop_counter
 from optimus_compiler.gradient_buffers import add_gradient_buffers
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import gradient_marks, trace
-from optimus_compiler.program import Program, Segment
+from optimus_compiler.program import Program, Segment, with_outputs
 from optimus_compiler.runtime.kernels.linear_logsumexp import PIECE
 
 ops = torch.ops.optimus
@@ -70,6 +70,7 @@ _known: dict[tuple[str, tuple[bool, ...], tuple[int, ...]], SegmentMemory] = {} 
 
 def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) -> SegmentMemory:
     """What one segment needs; marks: which of its placeholders need gradients. Equal segments are traced once."""
+    segment, marks = _as_trained(program, segment, marks)
     there = _there_anyway(program, segment)
     known = (segment.key, marks, there)
     if known not in _known:
@@ -91,9 +92,18 @@ def segment_memory(program: Program, segment: Segment, marks: tuple[bool, ...]) 
 def traced(program: Program, segment: Segment, marks: tuple[bool, ...]) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """The forward and backward graphs of a segment as a training step runs them, gradient buffers of experts included;
     marks: which of its placeholders need gradients."""
+    segment, marks = _as_trained(program, segment, marks)
     run = replace(segment, graph=copy_graph(segment.graph))
     buffers = add_gradient_buffers(run, _expert_tables(program, segment))
     return trace(run.graph, run.placeholders(), (*marks, *(False for _ in buffers)))
+
+
+def _as_trained(program: Program, segment: Segment, marks: tuple[bool, ...]) -> tuple[Segment, tuple[bool, ...]]:
+    """A training step asks for no logits: the head is compiled without them."""
+    logits = program.outputs.get("logits")
+    if logits not in segment.outputs or len(segment.outputs) == 1:
+        return segment, marks
+    return with_outputs(segment, marks, set(segment.outputs) - {logits})
 
 
 def _expert_tables(program: Program, segment: Segment) -> dict[str, Tensor]:

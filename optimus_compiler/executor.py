@@ -10,7 +10,7 @@ from optimus_compiler.gradient_buffers import add_gradient_buffers
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.lower import Backend, Function, gradient_marks, lower
 from optimus_compiler.passes import lift_row_bounds
-from optimus_compiler.program import PROBE, Program, Segment, keep_outputs
+from optimus_compiler.program import PROBE, Program, Segment, with_outputs
 from optimus_compiler.runtime.kernels import Kernels, set_kernels
 
 
@@ -107,7 +107,7 @@ class Executor:
                     continue
                 marks = self._marks[id(segment.graph)]
                 if segment.kind == "head":
-                    segment, marks = _with_outputs(segment, marks, results)
+                    segment, marks = with_outputs(segment, marks, results)
                 segment = replace(segment, graph=copy_graph(segment.graph))
                 if exact_rows:
                     lift_row_bounds(segment.graph)
@@ -120,15 +120,6 @@ class Executor:
             _note_last_reads(steps, results)
             self._schedules[key] = steps
         return self._schedules[key]
-
-
-def _with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
-    """A copy of a segment that computes only some of its outputs, with the gradient marks that remain."""
-    names = (*segment.parameters, *segment.inputs)
-    copy = replace(segment, graph=copy_graph(segment.graph))
-    keep_outputs([copy], [i for i, name in enumerate(segment.outputs) if name in results])
-    mark_of = dict(zip(names, marks, strict=True))
-    return copy, tuple(mark_of[name] for name in (*copy.parameters, *copy.inputs))
 
 
 def _note_last_reads(steps: list[_Step], results: set[str]) -> None:

@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optimus_compiler.graphs import eliminate_dead_code
+from optimus_compiler.graphs import copy_graph, eliminate_dead_code
 from optimus_compiler.mesh import Mesh
 
 Kind = Literal["const", "embed", "layer", "head"]
@@ -317,3 +317,12 @@ def keep_outputs(group: list[Segment], keep: list[int]) -> None:
             tuple(segment.inputs[i - parameters] for i in used if i >= parameters),
         )
     group[0].graph.recompile()
+
+
+def with_outputs(segment: Segment, marks: tuple[bool, ...], results: set[str]) -> tuple[Segment, tuple[bool, ...]]:
+    """A copy of a segment that computes only some of its outputs, with the gradient marks that remain."""
+    names = (*segment.parameters, *segment.inputs)
+    copy = replace(segment, graph=copy_graph(segment.graph))
+    keep_outputs([copy], [i for i, name in enumerate(segment.outputs) if name in results])
+    mark_of = dict(zip(names, marks, strict=True))
+    return copy, tuple(mark_of[name] for name in (*copy.parameters, *copy.inputs))
