@@ -146,7 +146,11 @@ def _scratch(node: fx.Node) -> int:
         dy_RH = (node.kwargs.get("dy_RH") or node.args[0]).meta["val"]  # type: ignore[union-attr]
         return dy_RH.numel() * dy_RH.element_size()
     if node.target in (ops.linear_logsumexp.default, ops.linear_logsumexp_backward.default):
-        return 2 * 4 * PIECE  # two pieces of logits in fp32
+        is_forward = node.target is ops.linear_logsumexp.default
+        x_TH, w_VH = (argument.meta["val"] for argument in node.args[0 if is_forward else 2 :][:2])  # type: ignore[union-attr]
+        # a piece of logits in fp32; with its exponentials, or narrowed for the products
+        item = 8 if is_forward else 4 + x_TH.element_size() % 4
+        return item * min(PIECE, x_TH.shape[0] * w_VH.shape[0])
     return 0
 
 

@@ -102,7 +102,7 @@ def _search(settings: Config, machine: Hardware, world_size: int | None) -> None
     processes = world_size or sizes.pp * sizes.dp * sizes.ep * sizes.tp
     with StageProgress() as progress:
         plans = search(settings, machine, processes, progress.show)
-    columns = "pp, dp, ep, tp, micro-batch, schedule, recomputed, peak GiB, step s, tokens/s, of it"
+    columns = "pp, dp, ep, tp, micro-batch, schedule, recomputed, zero, peak GiB, step s, tokens/s, of it"
     table = _table(f"Layouts of {settings.model.name} on {processes:,} x {machine.name}, fastest first", columns)
     for plan in plans:
         mesh, config, time = plan.mesh, plan.config, plan.time
@@ -113,6 +113,7 @@ def _search(settings: Config, machine: Hardware, world_size: int | None) -> None
             *map(str, (mesh.pp, mesh.dp, mesh.ep, mesh.tp, config.train.micro_batch_size)),
             f"{config.pipeline.schedule}{virtual}" if mesh.pp > 1 else "",
             "+".join(config.activation_checkpointing.blocks) or "nothing",
+            str(config.optimizer.zero),
             f"{plan.peak_memory / 2**30:.1f}",
             f"{time.total:.3f}",
             f"{plan.tokens_per_second:,.0f}",

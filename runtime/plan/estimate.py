@@ -201,8 +201,13 @@ def _moved(
             for transfer in (*stage.forward.transfers, *stage.backward.transfers):
                 add(transfer, count)
     for transfer in _gradient_transfers(program, config, rank):
-        add(transfer, 1)
+        add(transfer, 1 if transfer.kind == "all_gather" else _reductions(config, count))
     return found
+
+
+def _reductions(config: Config, micro_batches: int) -> int:
+    """How often gradients are reduced in a step: zero=2 keeps no whole ones from one micro-batch to the next."""
+    return micro_batches if config.optimizer.zero == 2 else 1
 
 
 def _between_stages(program: Program, config: Config, hardware: Hardware) -> float:
@@ -238,7 +243,7 @@ def _step_time(
     backward = sum(stage.backward.seconds + stage.backward_waits for stage in own)
     segments = sum(1 for segment in program.segments if program.stage_ranks[segment.stage] == rank)
     last = reducing / max(segments, 1)  # the last bucket's reduction has nothing left to hide behind
-    exposed = max(reducing - backward, last if reducing else 0.0)
+    exposed = _reductions(config, count) * max(reducing - backward, last if reducing else 0.0)
     owned = sum(
         math.prod(spec.local_shape(program.mesh)) // program.mesh.size_of(*owners(spec, config))
         for spec in program.parameters.values()

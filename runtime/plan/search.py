@@ -25,7 +25,7 @@ from optimus_compiler.program import Program
 from optimus_compiler.runtime.plan.deepen import front_program, planned_program
 from optimus_compiler.runtime.plan.estimate import Plan, estimate, seconds_of
 from optimus_compiler.runtime.plan.hardware import Hardware
-from optimus_compiler.runtime.plan.memory import rank_memory
+from optimus_compiler.runtime.plan.memory import RankMemory, rank_memory
 from optimus_compiler.runtime.plan.work import Transfer, segment_work
 from optimus_compiler.runtime.run import load_model_config
 
@@ -102,7 +102,7 @@ def _key(config: Config) -> tuple[int, int, int]:
 
 def _with(config: Config, batch: int, blocks: tuple[str, ...] | None = None, **sizes: Any) -> Config:
     """A copy with another batch, other blocks recomputed, other sizes: pp, dp, ep, tp, micro_batch_size, schedule,
-    virtual_stages."""
+    virtual_stages, zero."""
     mesh = {name: size for name, size in sizes.items() if name in ("pp", "dp", "ep", "tp")}
     pipeline = {name: size for name, size in sizes.items() if name in ("schedule", "virtual_stages")}
     micro_batch = sizes.get("micro_batch_size", config.train.micro_batch_size)
@@ -115,6 +115,7 @@ def _with(config: Config, batch: int, blocks: tuple[str, ...] | None = None, **s
             "train": config.train.model_copy(update=train),
             "pipeline": config.pipeline.model_copy(update={"stage_boundaries": None, **pipeline}),
             "activation_checkpointing": own.model_copy(update=recompute),
+            "optimizer": config.optimizer.model_copy(update={"sharding": "epso", "zero": sizes.get("zero", 1)}),
         }
     )
 
@@ -143,34 +144,43 @@ def _roughly(
         program = planned_program(single, front)
         pieces = _pieces(program, hardware)
         state = rank_memory(program, single, 0)
-        layer = pieces["layer"]
-        for pp in range(1, min(model.num_hidden_layers, 16) + 1):
-            rest = pp * block.mesh.ep * block.mesh.tp
-            if processes % rest:
-                continue
-            dp = processes // rest
-            for schedule, virtual in (("1f1b", 1), ("interleaved-1f1b", 2)):
-                own = _with(single, batch, pp=pp, dp=dp, schedule=schedule, virtual_stages=virtual)
-                if not _is_possible(own, model) or (pp == 1 and virtual == 2):
-                    continue
-                count = micro_batches(own)
-                layers = math.ceil(model.num_hidden_layers / (pp * virtual))
-                ends = pieces["head"].forward + pieces["head"].backward
-                slot = layers * virtual * (layer.forward + layer.backward) + ends
-                own_mesh = Mesh.abstract(pp=pp, dp=dp, ep=block.mesh.ep, tp=block.mesh.tp)
-                exchanged = [
-                    Transfer(kind, "dp", size // pp)
-                    for kind, size in (("reduce_scatter", state.gradients), ("all_gather", state.weights))
-                ]
-                seconds = (count + (pp - 1) / virtual) * slot
-                seconds += sum(seconds_of(transfer, own_mesh, hardware) for transfer in exchanged)
-                held = in_flight(schedule, pp, virtual, count)
-                kept = max(held[:pp]) * layers * layer.memory.saved * virtual
-                working = max(piece.memory.forward + piece.memory.saved for piece in pieces.values())
-                working = max(working, max(piece.memory.backward for piece in pieces.values()))
-                weights = state.weights + state.gradients
-                parts = (weights + state.optimizer / dp) / pp
-                yield _Rough(own, seconds, int(parts + kept + working))
+        for pp, dp, schedule, virtual, zero in _depths(block, model, processes):
+            sizes: dict[str, Any] = {"pp": pp, "dp": dp, "schedule": schedule, "virtual_stages": virtual, "zero": zero}
+            own = _with(single, batch, **sizes)
+            if _is_possible(own, model):
+                yield _Rough(own, *_rough(own, pieces, state, model, hardware))
+
+
+def _depths(block: Config, model: ModelConfig, processes: int) -> Iterator[tuple[int, int, str, int, int]]:
+    """pp, dp, schedule, virtual stages and zero."""
+    for pp in range(1, min(model.num_hidden_layers, 16) + 1):
+        rest = pp * block.mesh.ep * block.mesh.tp
+        if processes % rest == 0:
+            for schedule, virtual in (("1f1b", 1), ("interleaved-1f1b", 2))[: 1 if pp == 1 else 2]:
+                for zero in (1, 2)[: 1 if processes == rest else 2]:
+                    yield pp, processes // rest, schedule, virtual, zero
+
+
+def _rough(
+    config: Config, pieces: dict[str, _Piece], state: RankMemory, model: ModelConfig, hardware: Hardware
+) -> tuple[float, int]:
+    """Seconds of a step, and bytes of the fullest rank; state: of the whole model on one rank."""
+    mesh, virtual, count = config.mesh, config.pipeline.virtual_stages, micro_batches(config)
+    layer, head = pieces["layer"], pieces["head"]
+    layers = math.ceil(model.num_hidden_layers / (mesh.pp * virtual))
+    slot = layers * virtual * (layer.forward + layer.backward) + head.forward + head.backward
+    zero = config.optimizer.zero
+    whole = Mesh.abstract(pp=mesh.pp, dp=mesh.dp, ep=mesh.ep, tp=mesh.tp)
+    reduced = seconds_of(Transfer("reduce_scatter", "dp", state.gradients // mesh.pp), whole, hardware)
+    gathered = seconds_of(Transfer("all_gather", "dp", state.weights // mesh.pp), whole, hardware)
+    seconds = (count + (mesh.pp - 1) / virtual) * slot + reduced * (count if zero == 2 else 1) + gathered
+
+    held = in_flight(config.pipeline.schedule, mesh.pp, virtual, count)
+    kept = max(held[: mesh.pp]) * layers * layer.memory.saved * virtual
+    working = max(p.memory.saved + max(p.memory.forward, p.memory.backward) for p in pieces.values())
+    gradients = state.gradients / (mesh.dp if zero == 2 else 1)
+    parts = (state.weights + gradients + state.optimizer / mesh.dp) / mesh.pp
+    return seconds, int(parts + kept + working)
 
 
 def _is_possible(config: Config, model: ModelConfig) -> bool:

@@ -90,6 +90,17 @@ def test_sharding_divides_the_optimizer(divided: Plan) -> None:
         assert a.optimizer == pytest.approx(8 * (experts / 2 + dense / 4), rel=0.01)
 
 
+def test_zero_2_holds_shards_and_reduces_after_every_micro_batch(divided: Plan) -> None:
+    config = config_with("[mesh]", "pp = 2", "dp = 2", "ep = 2", "[optimizer]", "zero = 2")
+    shards = planned(config)
+    times, size = divided.transfers[0]["reduce_scatter", "dp"]
+    count = divided.micro_batches
+    assert shards.transfers[0]["reduce_scatter", "dp"] == (count * times, count * size)
+    assert shards.transfers[0]["all_gather", "dp"] == divided.transfers[0]["all_gather", "dp"]
+    assert all(a.gradients < b.gradients for a, b in zip(shards.memory, divided.memory, strict=True))
+    assert shards.time.communication > divided.time.communication
+
+
 def test_other_numbers_of_processes_keep_the_batch_of_a_rank() -> None:
     config = config_with("[mesh]", "ep = 2", "dp = 2")
     wider = on_processes(config, 24)
