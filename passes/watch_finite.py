@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from optimus_compiler.passes.base import Pass, PassReport
-from optimus_compiler.passes.rewrite import insert
+from optimus_compiler.passes.rewrite import ancestors, insert
 from optimus_compiler.program import PROBE, WATCH, Program, Segment, WatchPoint
 
 aten, c10d, ops = torch.ops.aten, torch.ops._c10d_functional, torch.ops.optimus
@@ -62,8 +62,13 @@ def _points_of(program: Program, group: list[Segment], made: set[str]) -> list[_
     for name, node in zip(segment.inputs, segment.placeholders()[len(segment.parameters) :], strict=True):
         if program.mesh.pp > 1 and name in made and _is_hidden(node):  # else it is the output of the layer before
             points.append(_Point(node, None, WatchPoint(f"the input of a {kind}", is_local=False)))
+    logits = program.outputs.get(
+        "logits"
+    )  # what only they need, training does not run: a sum of it would keep it alive
+    results = zip(segment.outputs, segment.results(), strict=True)
+    trained = set().union(*(ancestors(node) for name, node in results if name != logits))
     for node in segment.graph.graph.nodes:
-        if node.target not in SENDING:
+        if node.target not in SENDING or node not in trained:
             continue
         what = str(node.target).split(".")[1]
         for source in node.all_input_nodes:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import optimus_compiler as optimus
-from optimus_compiler.program import PROBE
+from optimus_compiler.program import PROBE, Segment, with_outputs
 from optimus_compiler.runtime.resilience.soft import first_fault
+from tests.captured import B, S, compiled_program
 from tests.layouts import batches, compile_small, own_rows
 from tests.ranks import Ranks
 
@@ -51,6 +52,23 @@ def of_all(*quick: str) -> list[object]:
 def test_watching_changes_no_bit(ranks: Ranks, layout: str) -> None:
     for differing in ranks.run(2, compare, *LAYOUTS[layout]):
         assert differing == []
+
+
+def test_logits_are_gathered_only_for_who_asks_for_them() -> None:
+    """Watching the gathered logits would gather them in every training step."""
+    program = compiled_program("olmoe", optimus.Mesh.abstract(tp=2), watch_finite=True)
+    (head,) = (segment for segment in program.segments if segment.kind == "head")
+    trained, _ = with_outputs(
+        head, (False,) * len(head.placeholders()), set(head.outputs) - {program.outputs["logits"]}
+    )
+    vocabulary = program.parameters["lm_head.weight"].shape[0]
+
+    def gathers(segment: Segment) -> int:
+        shapes = [n.meta["val"].shape for n in segment.graph.graph.nodes if "all_gather" in str(n.target)]
+        return sum(vocabulary in (shape[0], shape[-1]) or shape.numel() >= vocabulary * B * S for shape in shapes)
+
+    assert gathers(head) == 1
+    assert gathers(trained) == 0
 
 
 def poisoned(sizes: dict[str, int], options: dict[str, Any], culprits: list[int]) -> list[bool]:
