@@ -43,9 +43,9 @@ def plan(
     png: Annotated[Path, typer.Option(help="For --scale: where the curve goes.")] = Path("scale.png"),
     overrides: SetOption = None,
 ) -> None:
-    """Estimate memory, time and traffic of a run, on this machine alone.
+    """Estimate memory, time and traffic of a run.
 
-    The model is captured and the passes run for the whole mesh, on fake tensors: nothing is allocated, no other process
+    On this machine alone: the model is captured and the passes run for the whole mesh, on fake tensors: nothing is allocated, no other process
     is needed. Exit code 2 where a rank needs more memory than its device has.
 
     \b
