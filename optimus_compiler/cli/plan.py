@@ -45,8 +45,8 @@ def plan(
 ) -> None:
     """Estimate memory, time and traffic of a run.
 
-    On this machine alone: the model is captured and the passes run for the whole mesh, on fake tensors: nothing is allocated, no other process
-    is needed. Exit code 2 where a rank needs more memory than its device has.
+    On this machine alone: the model is captured and the passes run for the whole mesh, on fake tensors; nothing is
+    allocated, no other process is needed. Exit code 2 where a rank needs more memory than its device has.
 
     \b
     Example:
