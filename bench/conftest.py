@@ -1,11 +1,9 @@
 """Shared by the benchmarks: one thread setting for every variant, the interleaved rounds, tables that are kept."""
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,22 +62,8 @@ def publish(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
     def show(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         with capsys.disabled():
-            tables.show(title, machine(), columns, rows)
+            tables.show(title, tables.machine(), columns, rows)
         if benchmark.enabled:
-            tables.keep(name, title, machine(), columns, rows)
+            tables.keep(name, title, tables.machine(), columns, rows)
 
     return show
-
-
-def machine() -> str:
-    """The CPU, how many of its cores and threads, the versions: what a figure is worth nothing without."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line for line in lines if line.startswith("flags")), "").split()
-    widest = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
-    model = models[0] if models else platform.processor()
-    return (
-        f"{model} ({widest[0] if widest else platform.machine()}), {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} thread(s) a process, torch {torch.__version__}"
-    )

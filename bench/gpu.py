@@ -25,7 +25,7 @@ from bench.tables import RESULTS
 from optimus_compiler.experts import register_experts
 from optimus_compiler.models import build, from_name
 from optimus_compiler.runtime.kernels import moe, set_kernels
-from optimus_compiler.runtime.kernels.triton.tiles import default
+from optimus_compiler.runtime.kernels.triton.tiles import tile_for
 from optimus_compiler.runtime.kernels.triton.tune import products, tune
 
 TOP_K = 8
@@ -51,7 +51,7 @@ SMOKE = [Layer("smoke", 32, 16, 16)]
 
 
 def routing(bench: GpuBench, tokens: int, experts: int, kind: str) -> Tensor:
-    """indices_TK: uniform at random; skewed, the likeliest expert ten times its share; or FUR's, all exactly equal."""
+    """indices_TK: uniform at random; skewed, the first experts likelier than the last; or FUR's, all equal."""
     if kind == "FUR":
         return (torch.arange(tokens * TOP_K, device=bench.device) % experts).view(tokens, TOP_K)
     popularity = torch.linspace(3.0, 0.0, experts, device=bench.device) if kind == "skewed" else 0.0
@@ -195,18 +195,18 @@ def measure_errors(bench: GpuBench) -> None:
             name = implementation if implementation == "ours" else f"HF {implementation}"
             rows.append([f"{name}, {str(dtype).removeprefix('torch.')}", *(f"{error:.1e}" for error in errors)])
     columns = ["implementation", "output", "dx", "dweights", "dgate_up", "ddown"]
-    bench.publish(
-        "errors", "Relative error against fp64 on the CPU, skewed routing, experts without tokens", columns, rows
-    )
+    bench.publish("errors", "Relative error against fp64 on the CPU, skewed routing", columns, rows)
 
 
 def measure_products(bench: GpuBench, layer: Layer, tokens: int, peak: float) -> None:
     """Each grouped product by itself."""
     rows_R = tokens * TOP_K
     flops = 2.0 * rows_R * layer.hidden * layer.width
-    sizes = (layer.experts, layer.hidden, layer.width, tokens, rows_R)
-    timed = products(bench.device, torch.bfloat16, *sizes)
-    found = bench.medians({product: partial(run, default(product, x)) for product, (x, _, run) in timed.items()})
+    timed = products(bench.device, torch.bfloat16, layer.experts, layer.hidden, layer.width, tokens, rows_R)
+    steps: dict[str, Step] = {}
+    for name, (x, sizes, run) in timed.items():
+        steps[name] = partial(run, tile_for(name, x, sizes))
+    found = bench.medians(steps)
     rows = []
     for product, (seconds, _) in found.items():
         rate = flops * (1 if product in ("down", "dh", "ddown") else 2) / seconds
@@ -290,19 +290,12 @@ def measure_layer(bench: GpuBench, tokens: int) -> None:
             try:
                 steps[name] = make()
             except Exception as error:  # as in medians
-                bench.left_out.append(
-                    f"full layer, {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                )
+                bench.note(f"full layer, {name}", error)
     found = bench.medians(steps)
-    rows = [
-        [
-            name,
-            f"{1e3 * seconds:.3f}",
-            f"{seconds / found['ours'][0]:.2f}" if "ours" in found else "",
-            f"{peak / 2**20:.0f}",
-        ]
-        for name, (seconds, peak) in found.items()
-    ]
+    rows = []
+    for name, (seconds, peak) in found.items():
+        ratio = f"{seconds / found['ours'][0]:.2f}" if "ours" in found else ""
+        rows.append([name, f"{1e3 * seconds:.3f}", ratio, f"{peak / 2**20:.0f}"])
     title = f"OLMoE-7B with one layer and 1,024 words, forward + backward, {tokens:,} tokens, bf16"
     bench.publish("layer", title, ["variant", "ms", "x ours", "peak MiB"], rows)
 
@@ -310,7 +303,7 @@ def measure_layer(bench: GpuBench, tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=7.5, help="start nothing new after so many")
-    parser.add_argument("--tune", action="store_true", help="first tune the tiles for the 7B layer at 8,192 tokens")
+    parser.add_argument("--tune", action="store_true", help="first tune the tiles for the 7B layer at 32,768 tokens")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args()

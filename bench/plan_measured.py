@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import optimus_compiler as optimus
-from bench.conftest import machine
-from bench.tables import keep, show
+from bench.tables import keep, machine, show
 from optimus_compiler.config import Config, parse_config
 from optimus_compiler.models import build, from_name
 from optimus_compiler.runtime.plan.deepen import planned_program

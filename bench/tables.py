@@ -1,9 +1,12 @@
 """Tables of results: on the terminal, and kept as JSON from which report.py fills README.md."""
 
 import json
+import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -26,3 +29,17 @@ def keep(name: str, title: str, machine: str, columns: Sequence[str], rows: Rows
     kept = {"title": title, "machine": machine, "columns": list(columns), "rows": [list(row) for row in rows]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def machine() -> str:
+    """The CPU, how many of its cores and threads, the versions: what a figure is worth nothing without."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    widest = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
+    model = models[0] if models else platform.processor()
+    return (
+        f"{model} ({widest[0] if widest else platform.machine()}), {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} thread(s) a process, torch {torch.__version__}"
+    )

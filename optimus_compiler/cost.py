@@ -32,13 +32,23 @@ def flop_counter(program: Program, segment: Segment) -> FlopCounterMode:
     rows = rows_a_rank(program, segment)
 
     def experts(x: Sequence[int], weights: Sequence[int], gate_up: Sequence[int], *_: Any, **__: Any) -> int:
-        both, width, hidden = gate_up[1:]
-        return 2 * rows * (both + 1) * width * hidden
+        return experts_flops(rows, gate_up)
 
     def head(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * x[0] * weight[0] * weight[1]
+        return head_flops(x, weight)
 
     return FlopCounterMode(display=False, custom_mapping={ops.grouped_mlp: experts, ops.linear_logsumexp: head})
+
+
+def experts_flops(rows: int, gate_up: Sequence[int]) -> int:
+    """Of the three products of so many rows, forward; gate_up: the table's shape [E, 2, I, H]."""
+    _, both, width, hidden = gate_up
+    return 2 * rows * (both + 1) * width * hidden
+
+
+def head_flops(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Of tokens [T, H] times a vocabulary [V, H], forward."""
+    return 2 * x[0] * weight[0] * weight[1]
 
 
 def parameter_count(program: Program, segment: Segment) -> int:

@@ -223,8 +223,11 @@ class Program:
 
     def stages_here(self) -> tuple[int, ...]:
         """The pipeline stages that this rank runs."""
-        own = self.mesh.coordinate("pp")
-        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == own)
+        return self.stages_on(self.mesh.coordinate("pp"))
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The pipeline stages that run at a coordinate on pp."""
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
 
     def is_here(self, spec: ParameterSpec) -> bool:
         """Whether a stage of this rank reads a parameter."""

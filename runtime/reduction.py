@@ -25,6 +25,12 @@ from optimus_compiler.runtime.collectives import add_from_peers, all_gather, all
 Sharding = Literal["epso", "so", "none"]
 
 
+def owners(state: tuple[str, ...], sharding: Sharding) -> tuple[str, ...]:
+    """Of the mesh dimensions over which a state may be divided, those over which a sharding divides it."""
+    dp = tuple(name for name in state if name == "dp")
+    return {"epso": state, "so": dp, "none": ()}[sharding]
+
+
 class GradientReduction:
     """The reduction of all buckets of a model.
 
@@ -62,10 +68,9 @@ class GradientReduction:
                 self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(after))
 
     def _divide(self, bucket: Bucket, sharding: Sharding, zero: int) -> "BucketReduction":
-        dp = tuple(name for name in bucket.state if name == "dp")
-        owners = {"epso": bucket.state, "so": dp, "none": ()}[sharding]
-        kind = ShardedReduction if zero == 2 and self.mesh.size_of(*owners) > 1 else BucketReduction
-        return kind(bucket, self.mesh, owners)
+        owned_over = owners(bucket.state, sharding)
+        kind = ShardedReduction if zero == 2 and self.mesh.size_of(*owned_over) > 1 else BucketReduction
+        return kind(bucket, self.mesh, owned_over)
 
     def _after_accumulation(self, part: "BucketReduction", parameter: Tensor) -> None:
         part.missing.discard(parameter)

@@ -194,18 +194,23 @@ def passed_program(config: Config) -> tuple[Program, PassPipeline]:
     return program, pipeline
 
 
-def captured_program(config: Config) -> tuple[Program, PassPipeline]:
-    """The model of a configuration as captured, on its mesh, and the passes that are to run."""
+def captured_program(config: Config, most_layers: int | None = None) -> tuple[Program, PassPipeline]:
+    """The model of a configuration as captured, with so many of its layers, on its mesh; and the passes to run."""
     model_config = load_model_config(config.model)
     check_layout(config, model_config)
+    layers = min(model_config.num_hidden_layers, most_layers or model_config.num_hidden_layers)
     program = capture(
-        plain_model(config, model_config),
+        plain_model(config, replace(model_config, num_hidden_layers=layers)),
         sequence_length=config.train.sequence_length or model_config.max_position_embeddings,
         micro_batch_size=config.train.micro_batch_size,
     )
-    wanted = config.mesh
-    program.mesh = Mesh.abstract(pp=wanted.pp, dp=wanted.dp, ep=wanted.ep, tp=wanted.tp)
+    program.mesh = abstract_mesh(config)
     return program, default_passes(program.mesh, pass_options(config))
+
+
+def abstract_mesh(config: Config) -> Mesh:
+    """The mesh of a configuration, whatever the number of processes here."""
+    return Mesh.abstract(pp=config.mesh.pp, dp=config.mesh.dp, ep=config.mesh.ep, tp=config.mesh.tp)
 
 
 def block_sizes(program: Program) -> dict[str, int]:
@@ -239,8 +244,7 @@ def pass_options(config: Config) -> PassOptions:
         activation_checkpointing=tuple(config.activation_checkpointing.blocks),
         memory_budget=config.activation_checkpointing.budget,
         keep_gathered=config.activation_checkpointing.keep_gathered,
-        watch_finite=config.mesh.pp * config.mesh.dp * config.mesh.ep * config.mesh.tp
-        > 1,  # else nobody else is to blame
+        watch_finite=abstract_mesh(config).size > 1,  # else nobody else is to blame
     )
 
 

@@ -76,7 +76,6 @@ def plan(
     console = Console()
     with console.status("capturing the model and running the passes"):
         program = planned_program(settings)
-        found = estimate(program, settings, machine)
     if sizes:
         from optimus_compiler.runtime.plan import scale as scaling
 
@@ -87,6 +86,7 @@ def plan(
         scaling.draw(points, png)
         print(f"{png}: the curve")
         return
+    found = estimate(program, settings, machine)
     for table in (_memory_table(found), _traffic_table(found), _time_table(found)):
         console.print(table)
     refuse_what_does_not_fit(found)
@@ -97,9 +97,9 @@ def _search(settings: Config, machine: Hardware, world_size: int | None) -> None
 
     from optimus_compiler.cli.stages import StageProgress
     from optimus_compiler.runtime.plan.search import search
+    from optimus_compiler.runtime.run import abstract_mesh
 
-    sizes = settings.mesh
-    processes = world_size or sizes.pp * sizes.dp * sizes.ep * sizes.tp
+    processes = world_size or abstract_mesh(settings).size
     with StageProgress() as progress:
         plans = search(settings, machine, processes, progress.show)
     columns = "pp, dp, ep, tp, micro-batch, schedule, recomputed, zero, peak GiB, step s, tokens/s, of it"

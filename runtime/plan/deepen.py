@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from optimus_compiler.capture import capture
 from optimus_compiler.config import Config
 from optimus_compiler.graphs import copy_graph
 from optimus_compiler.layout import check_layout
-from optimus_compiler.mesh import Mesh
 from optimus_compiler.passes import Pass, PassPipeline, SplitPipeline, default_passes
 from optimus_compiler.program import ParameterSpec, Program, ProgramError, Segment
-from optimus_compiler.runtime.run import load_model_config, pass_options, plain_model
+from optimus_compiler.runtime.run import abstract_mesh, captured_program, load_model_config, pass_options
 
 SHALLOW = 2
 
@@ -29,7 +27,7 @@ def planned_program(config: Config, front: Program | None = None) -> Program:
     model = load_model_config(config.model)
     check_layout(config, model)
     program = deepen(front or front_program(config), model.num_hidden_layers)
-    program.mesh = _mesh(config)
+    program.mesh = abstract_mesh(config)
     _, back = _passes(config)
     PassPipeline(back).run(program)
     return program
@@ -37,27 +35,15 @@ def planned_program(config: Config, front: Program | None = None) -> Program:
 
 def front_program(config: Config) -> Program:
     """A program of two layers (or the model's one) after the passes that look at one layer at a time."""
-    model = load_model_config(config.model)
-    shallow = replace(model, num_hidden_layers=min(SHALLOW, model.num_hidden_layers))
-    program = capture(
-        plain_model(config, shallow),
-        sequence_length=config.train.sequence_length or model.max_position_embeddings,
-        micro_batch_size=config.train.micro_batch_size,
-    )
-    program.mesh = _mesh(config)
+    program, _ = captured_program(config, SHALLOW)
     front, _ = _passes(config)
     PassPipeline(front).run(program)
     return program
 
 
-def _mesh(config: Config) -> Mesh:
-    sizes = config.mesh
-    return Mesh.abstract(pp=sizes.pp, dp=sizes.dp, ep=sizes.ep, tp=sizes.tp)
-
-
 def _passes(config: Config) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """Those before SplitPipeline, and from it on."""
-    passes = default_passes(replace(_mesh(config), pp=2), pass_options(config)).passes
+    passes = default_passes(replace(abstract_mesh(config), pp=2), pass_options(config)).passes
     at = next(index for index, each in enumerate(passes) if isinstance(each, SplitPipeline))
     return passes[:at], passes[at + (config.mesh.pp == 1) :]
 

@@ -20,10 +20,11 @@ from optimus_compiler.mesh import DIMENSIONS, Mesh
 from optimus_compiler.program import Program, Segment
 from optimus_compiler.runtime.metrics import flops_per_token
 from optimus_compiler.runtime.plan.hardware import Hardware
-from optimus_compiler.runtime.plan.memory import RankMemory, owners, rank_memory
+from optimus_compiler.runtime.plan.memory import RankMemory, gradient_bytes, rank_memory
 from optimus_compiler.runtime.plan.schedule import Action, run_schedule
 from optimus_compiler.runtime.plan.work import NOTHING, Transfer, Work, segment_work
-from optimus_compiler.runtime.run import DTYPES, load_model_config
+from optimus_compiler.runtime.reduction import owners
+from optimus_compiler.runtime.run import load_model_config
 
 UPDATE_BYTES = 36  # AdamW an owned element: gradient, master, moments, weight, and the clipped copy
 
@@ -109,7 +110,7 @@ def estimate(program: Program, config: Config, hardware: Hardware, stages: tuple
     sequence = config.train.sequence_length or model.max_position_embeddings
     return Plan(
         config, mesh, hardware, count, stages, program.stage_ranks, memory, moved, tuple(schedule),
-        _step_time(program, config, hardware, stages, schedule, count),
+        _step_time(program, config, hardware, stages, schedule, count, memory),
         tokens=config.global_batch_size() * sequence, model_flops=flops_per_token(model, sequence),
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ def _places(over: str, mesh: Mesh) -> tuple[int, ...]:
     places = [0]
     for index, name in enumerate(DIMENSIONS):
         if name in over.split("+"):
-            stride = mesh.size_of(*DIMENSIONS[index + 1 :]) if index + 1 < len(DIMENSIONS) else 1
+            stride = mesh.size_of(*DIMENSIONS[index + 1 :])
             places = [place + stride * i for place in places for i in range(mesh.size_of(name))]
     return tuple(sorted(places))
 
@@ -164,15 +165,15 @@ def _stages(program: Program, hardware: Hardware) -> Iterable[StagePlan]:
 
 def _gradient_transfers(program: Program, config: Config, rank: int) -> list[Transfer]:
     """The optimizer's collectives of the ranks at a coordinate of pp: gradients reduced, weights gathered."""
-    stages = {stage for stage, at in enumerate(program.stage_ranks) if at == rank}
+    stages = set(program.stages_on(rank))
     sums: Counter[tuple[str, str]] = Counter()
     for spec in program.parameters.values():
         if not spec.trainable or not stages & set(spec.stages):
             continue
         elements = math.prod(spec.local_shape(program.mesh))
-        own, item = owners(spec, config), spec.dtype.itemsize
+        own, item = owners(spec.state, config.optimizer.sharding), spec.dtype.itemsize
         rest = tuple(name for name in spec.replicated() if name not in own)
-        reduced = max(item if item == 4 else DTYPES[config.optimizer.reduce_dtype].itemsize, 1)
+        reduced = gradient_bytes(spec, config)
         if over := _divided(own, program.mesh):
             sums["reduce_scatter", over] += elements * reduced
             sums["all_gather", over] += elements * item
@@ -227,6 +228,7 @@ def _step_time(
     stages: tuple[StagePlan, ...],
     schedule: list[Action],
     count: int,
+    memory: tuple[RankMemory, ...],
 ) -> StepTime:
     busy = [0.0] * program.mesh.pp
     for action in schedule:
@@ -242,12 +244,7 @@ def _step_time(
     gathering = sum(seconds_of(t, program.mesh, hardware) for t in transfers if t.kind == "all_gather")
     backward = sum(stage.backward.seconds + stage.backward_waits for stage in own)
     segments = sum(1 for segment in program.segments if program.stage_ranks[segment.stage] == rank)
-    last = reducing / max(segments, 1)  # the last bucket's reduction has nothing left to hide behind
-    exposed = _reductions(config, count) * max(reducing - backward, last if reducing else 0.0)
-    owned = sum(
-        math.prod(spec.local_shape(program.mesh)) // program.mesh.size_of(*owners(spec, config))
-        for spec in program.parameters.values()
-        if spec.trainable and any(program.stage_ranks[stage] == rank for stage in spec.stages)
-    )
-    update = owned * UPDATE_BYTES / hardware.memory_bandwidth.si
+    last = reducing / segments  # the last bucket's reduction has nothing left to hide behind
+    exposed = _reductions(config, count) * max(reducing - backward, last)
+    update = memory[rank].owned * UPDATE_BYTES / hardware.memory_bandwidth.si
     return StepTime(compute, waits + exposed, bubble, update + gathering)

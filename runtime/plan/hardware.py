@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
-from importlib.resources import files
-from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from optimus_compiler.bundled import load_toml
 
 UNITS = {
     "GiB": 2**30,
@@ -85,18 +84,5 @@ class Hardware(BaseModel):
 
 def load_hardware(name: str) -> Hardware:
     """A bundled machine ("aurora", "h200") or a TOML file. Raises ValueError, naming file and key."""
-    folder = files("optimus_compiler") / "hardware"
-    bundled = sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    if name in bundled:
-        text = (folder / f"{name}.toml").read_text(encoding="utf-8")
-    elif Path(name).is_file():
-        text = Path(name).read_text(encoding="utf-8")
-    else:
-        raise ValueError(f"--hardware {name} is neither a file nor a known machine: choose one of {', '.join(bundled)}")
-    try:
-        return Hardware.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name} is not TOML: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{name}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+    unknown = f"--hardware {name} is neither a file nor a known machine: choose one of"
+    return load_toml(Hardware, name, "hardware", unknown, ValueError)

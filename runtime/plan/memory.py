@@ -11,6 +11,7 @@ import torch
 from optimus_compiler.activation_memory import activation_bytes
 from optimus_compiler.config import Config
 from optimus_compiler.program import ParameterSpec, Program
+from optimus_compiler.runtime.reduction import owners
 from optimus_compiler.runtime.run import DTYPES
 
 
@@ -19,6 +20,7 @@ class RankMemory:
     """Of the ranks at one coordinate of pp."""
 
     parameters: int  # elements
+    owned: int  # elements whose optimizer state lies here
     weights: int
     gradients: int
     optimizer: int
@@ -38,22 +40,22 @@ class RankMemory:
 
 def rank_memory(program: Program, config: Config, rank: int) -> RankMemory:
     """Memory of the ranks at coordinate `rank` of pp."""
-    stages = [stage for stage, at in enumerate(program.stage_ranks) if at == rank]
-    mesh, reduced = program.mesh, DTYPES[config.optimizer.reduce_dtype].itemsize
-    parameters = weights = gradients = optimizer = 0
+    mesh, stages = program.mesh, program.stages_on(rank)
+    parameters = owned_here = weights = gradients = optimizer = 0
     whole_gradients: dict[object, int] = defaultdict(int)  # by bucket, as zero=2 holds one at a time
     owned_by_bucket: dict[object, int] = defaultdict(int)
     for name, spec in program.parameters.items():
         if not set(stages) & set(spec.stages):
             continue
         elements = math.prod(spec.local_shape(mesh))
-        owned = elements // mesh.size_of(*owners(spec, config)) if spec.trainable else 0
-        is_fp32 = spec.dtype == torch.float32
-        gradient = 4 if is_fp32 else reduced
+        owned = elements // mesh.size_of(*owners(spec.state, config.optimizer.sharding)) if spec.trainable else 0
+        gradient = gradient_bytes(spec, config)
         parameters += elements
+        owned_here += owned
         weights += elements * spec.dtype.itemsize
         gradients += (owned if config.optimizer.zero == 2 else elements) * gradient if spec.trainable else 0
-        optimizer += owned * (8 if is_fp32 else 12)  # two moments, and for bf16 weights their fp32 masters
+        # two moments, and for bf16 weights their fp32 masters
+        optimizer += owned * (8 if spec.dtype == torch.float32 else 12)
         bucket = (_layer(name), tuple(spec.placement))
         whole_gradients[bucket] += elements * gradient
         owned_by_bucket[bucket] += owned
@@ -61,13 +63,12 @@ def rank_memory(program: Program, config: Config, rank: int) -> RankMemory:
         gradients += max(whole_gradients.values())
     activations = sum(activation_bytes(program, stage) for stage in stages)
     update = 8 * max(owned_by_bucket.values(), default=0)  # a bucket's gradients in fp32, and clipped
-    return RankMemory(parameters, weights, gradients, optimizer, activations, update)
+    return RankMemory(parameters, owned_here, weights, gradients, optimizer, activations, update)
 
 
-def owners(spec: ParameterSpec, config: Config) -> tuple[str, ...]:
-    """The mesh dimensions over which a parameter's optimizer state is divided."""
-    dp = tuple(name for name in spec.state if name == "dp")
-    return {"epso": spec.state, "so": dp, "none": ()}[config.optimizer.sharding]
+def gradient_bytes(spec: ParameterSpec, config: Config) -> int:
+    """Of one element, as it is kept and reduced."""
+    return 4 if spec.dtype == torch.float32 else DTYPES[config.optimizer.reduce_dtype].itemsize
 
 
 def _layer(name: str) -> str:

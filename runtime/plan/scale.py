@@ -17,13 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from optimus_compiler.config import Config
-from optimus_compiler.mesh import Mesh
 from optimus_compiler.program import Program
 from optimus_compiler.runtime.plan.estimate import Plan, estimate
 from optimus_compiler.runtime.plan.hardware import Hardware
 from optimus_compiler.runtime.plan.layout import on_processes
+from optimus_compiler.runtime.run import abstract_mesh
 
 SAMPLES = 200
+LAYERS = 64  # whose imbalance averages out within a step
+DAYS = 100.0  # over which failures are simulated
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def scale(
     stages = None
     for size in sizes:
         own = on_processes(config, size)
-        program.mesh = Mesh.abstract(pp=own.mesh.pp, dp=own.mesh.dp, ep=own.mesh.ep, tp=own.mesh.tp)
+        program.mesh = abstract_mesh(own)
         plan = estimate(program, own, hardware, stages)
         stages = plan.stages
         waiting = straggling(size, hardware.jitter.si)
@@ -100,12 +102,12 @@ def recorded(path: Path, experts: int) -> np.ndarray:
     return counts / counts.sum(1, keepdims=True)
 
 
-def imbalance(shares: np.ndarray, ep: int, groups: int, layers: int = 64) -> float:
+def imbalance(shares: np.ndarray, ep: int, groups: int) -> float:
     """How much longer the experts take than with even shares: every layer waits for the ep rank with the most rows, and
     the step for the slowest of all ep groups."""
     loads = shares.reshape(len(shares), ep, -1).sum(2).max(1) * ep  # of the fullest rank, 1 when even
     generator = np.random.default_rng(0)
-    sums = generator.choice(loads, (min(groups, 256), layers)).mean(1)
+    sums = generator.choice(loads, (min(groups, 256), LAYERS)).mean(1)
     return float(sums.max())
 
 
@@ -117,7 +119,7 @@ def _expert_seconds(plan: Plan) -> float:
     return max(of_rank)
 
 
-def goodput(plan: Plan, hardware: Hardware, days: float = 100.0) -> Goodput:
+def goodput(plan: Plan, hardware: Hardware) -> Goodput:
     """Failures simulated over many days, with the checkpoint interval of Young's formula."""
     nodes = math.ceil(plan.mesh.size / hardware.devices_per_node)
     between = hardware.node_mtbf.si / nodes
@@ -126,7 +128,7 @@ def goodput(plan: Plan, hardware: Hardware, days: float = 100.0) -> Goodput:
     interval = max(math.sqrt(2 * writing * between), plan.time.total)
     generator = np.random.default_rng(0)
     useful = clock = 0.0
-    while clock < 86400 * days:
+    while clock < 86400 * DAYS:
         until = generator.exponential(between)
         cycles = int(until // (interval + writing))
         useful += cycles * interval

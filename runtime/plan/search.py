@@ -17,7 +17,6 @@ from optimus_compiler.activation_memory import SegmentMemory, segment_memory
 from optimus_compiler.config import Config, ConfigError
 from optimus_compiler.layout import check_layout, micro_batches
 from optimus_compiler.lower import gradient_marks
-from optimus_compiler.mesh import Mesh
 from optimus_compiler.models import ModelConfig
 from optimus_compiler.passes import PassError
 from optimus_compiler.passes.pipeline_schedule import in_flight
@@ -27,7 +26,7 @@ from optimus_compiler.runtime.plan.estimate import Plan, estimate, seconds_of
 from optimus_compiler.runtime.plan.hardware import Hardware
 from optimus_compiler.runtime.plan.memory import RankMemory, rank_memory
 from optimus_compiler.runtime.plan.work import Transfer, segment_work
-from optimus_compiler.runtime.run import load_model_config
+from optimus_compiler.runtime.run import abstract_mesh, load_model_config
 
 RECOMPUTED = ((), ("moe",), ("norm", "attention", "moe"))
 EXACT = 6  # layouts that are planned with all passes
@@ -59,7 +58,7 @@ def search(config: Config, hardware: Hardware, processes: int, show: Progress) -
     parallelism within a node. Raises ConfigError, naming the limit, where nothing fits.
     """
     model = load_model_config(config.model)
-    batch = config.global_batch_size() * processes // _devices(config)
+    batch = config.global_batch_size() * processes // abstract_mesh(config).size
     fronts: dict[tuple[int, int, int], Program] = {}
     rough: list[_Rough] = []
     for tp in _divisors(math.gcd(model.num_attention_heads, processes), 4):
@@ -89,11 +88,6 @@ def _fastest_of_each_mesh(rough: Iterable[_Rough]) -> list[_Rough]:
         mesh = each.config.mesh
         best.setdefault((mesh.pp, mesh.dp, *_key(each.config)), each)
     return list(best.values())
-
-
-def _devices(config: Config) -> int:
-    mesh = config.mesh
-    return mesh.pp * mesh.dp * mesh.ep * mesh.tp
 
 
 def _key(config: Config) -> tuple[int, int, int]:
@@ -170,7 +164,7 @@ def _rough(
     layers = math.ceil(model.num_hidden_layers / (mesh.pp * virtual))
     slot = layers * virtual * (layer.forward + layer.backward) + head.forward + head.backward
     zero = config.optimizer.zero
-    whole = Mesh.abstract(pp=mesh.pp, dp=mesh.dp, ep=mesh.ep, tp=mesh.tp)
+    whole = abstract_mesh(config)
     reduced = seconds_of(Transfer("reduce_scatter", "dp", state.gradients // mesh.pp), whole, hardware)
     gathered = seconds_of(Transfer("all_gather", "dp", state.weights // mesh.pp), whole, hardware)
     seconds = (count + (mesh.pp - 1) / virtual) * slot + reduced * (count if zero == 2 else 1) + gathered
@@ -218,8 +212,8 @@ def _refuse(rough: list[_Rough], hardware: Hardware, processes: int) -> None:
             "set train.global_batch_size"
         )
     least = min(rough, key=lambda each: each.bytes)
-    mesh = least.config.mesh
+    mesh, recomputed = least.config.mesh, "+".join(least.config.activation_checkpointing.blocks) or "nothing"
     raise ConfigError(
         f"no layout of {processes} devices fits: the leanest, pp={mesh.pp} dp={mesh.dp} ep={mesh.ep} tp={mesh.tp} with "
-        f"all blocks recomputed, needs {least.bytes / 2**30:.1f} GiB of {limit} a device: use more devices"
+        f"{recomputed} recomputed, needs {least.bytes / 2**30:.1f} GiB of {limit} a device: use more devices"
     )

@@ -16,18 +16,15 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from optimus_compiler.activation_memory import traced
-from optimus_compiler.cost import rows_a_rank
+from optimus_compiler.cost import experts_flops, head_flops, rows_a_rank
 from optimus_compiler.lower import COLLECTIVES
 from optimus_compiler.mesh import DIMENSIONS
 from optimus_compiler.program import Program, Segment
 from optimus_compiler.runtime.plan.hardware import Hardware
 
 aten, ops = torch.ops.aten, torch.ops.optimus
-EXPERTS = {
-    ops.grouped_mlp: 1,
-    ops.grouped_mlp_backward: 2,
-    ops.grouped_mlp_backward_into: 2,
-}  # times forward's products
+# how often the products of forward
+EXPERTS = {ops.grouped_mlp: 1, ops.grouped_mlp_backward: 2, ops.grouped_mlp_backward_into: 2}
 HEADS = {ops.linear_logsumexp: 1, ops.linear_logsumexp_backward: 3}  # backward computes the logits again
 
 
@@ -107,11 +104,10 @@ def _flops(node: fx.Node, rows: int) -> float:
     arguments: list[Any] = [_value(argument) for argument in _arguments(node)]
     if packet in EXPERTS:
         gate_up_E2IH = arguments[2 if packet is ops.grouped_mlp else 3]
-        _, two, width, hidden = gate_up_E2IH.shape
-        return 2.0 * EXPERTS[packet] * rows * (two + 1) * width * hidden
+        return float(EXPERTS[packet] * experts_flops(rows, gate_up_E2IH.shape))
     if packet in HEADS:
         x_TH, w_VH = arguments[0 if packet is ops.linear_logsumexp else 2 :][:2]
-        return 2.0 * HEADS[packet] * x_TH.shape[0] * w_VH.shape[0] * w_VH.shape[1]
+        return float(HEADS[packet] * head_flops(x_TH.shape, w_VH.shape))
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # the registry knows only what GPUs run
         return float(sdpa_flop_count(*(q_k_or_v.shape for q_k_or_v in arguments[:3])))
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
@@ -126,11 +122,8 @@ def _arguments(node: fx.Node) -> Sequence[Any]:
     """In the order of the schema; operations written in place may be called by keywords."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | {k: v for k, v in node.kwargs.items() if k in names}
-    return [given[name] for name in names if name in given] if _is_ours(node) else node.args
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return str(node.target.namespace) == "optimus"  # type: ignore[union-attr]
+    is_ours = str(node.target.namespace) == "optimus"  # type: ignore[union-attr]
+    return [given[name] for name in names if name in given] if is_ours else node.args
 
 
 def _value(argument: Any) -> Any:

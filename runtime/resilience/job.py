@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from collections.abc import Sequence
-from importlib.resources import files
-from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from optimus_compiler.bundled import load_toml
 from optimus_compiler.runtime.records import Record
 
 
@@ -41,22 +39,8 @@ class Profile(Record):
 
 def load_profile(source: str) -> Profile:
     """A profile that comes with the package ("aurora"), or a TOML file; raises JobError naming what is wrong in it."""
-    bundled = files("optimus_compiler") / "profiles"
-    path = Path(source)
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif (bundled / f"{source}.toml").is_file():
-        text = (bundled / f"{source}.toml").read_text(encoding="utf-8")
-    else:
-        known = ", ".join(sorted(entry.name.removesuffix(".toml") for entry in bundled.iterdir()))
-        raise JobError(f"--job-profile {source} is neither a file nor a profile that comes with the package: {known}")
-    try:
-        return Profile.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{source} is not valid TOML: {error}") from None
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise JobError(f"{source}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+    unknown = f"--job-profile {source} is neither a file nor a profile that comes with the package:"
+    return load_toml(Profile, source, "profiles", unknown, JobError)
 
 
 def pbs_script(

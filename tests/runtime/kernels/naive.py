@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus_compiler.runtime.kernels import grouped_mlp, index_tokens, reduce_outputs
+
 NAMES = ("x", "weights", "gate_up", "down")
 
 
@@ -48,6 +50,13 @@ def make_block(
     leaves = (tensor.to(to).requires_grad_() for tensor, to in zip(tensors, dtypes, strict=True))
     x_TH, weights_TK, gate_up_E2IH, down_EHI = leaves
     return Block(x_TH, weights_TK, gate_up_E2IH, down_EHI, indices_TK)
+
+
+def run_moe(block: Block, first_expert: Tensor | None = None) -> Tensor:
+    """y_TH of the three fused ops, for experts [first_expert, first_expert + E)."""
+    token_R, row_TK, offsets_E, _ = index_tokens(block.indices_TK, first_expert, len(block.down_EHI))
+    y_RH, _ = grouped_mlp(*block.differentiable, token_R, row_TK, offsets_E)
+    return reduce_outputs(y_RH, row_TK, token_R)
 
 
 def naive_moe(block: Block, first_expert: int = 0) -> Tensor:

@@ -31,6 +31,7 @@ from tests.runtime.kernels.naive import (
     output_gradient,
     poisoned,
     relative_error,
+    run_moe,
 )
 
 both = pytest.mark.parametrize("kernels", ["reference", "cpu"])
@@ -48,12 +49,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "skewed": {"T": 17, "K": 2, "E": 5, "H": 8, "width": 6, "indices_TK": skewed},
     "wide": {"T": 17, "K": 2, "E": 5, "H": 96, "width": 48, "indices_TK": skewed},  # wide enough for bf16_products.h
 }
-
-
-def run_moe(block: Block, first_expert: Tensor | None = None) -> Tensor:
-    token_R, row_TK, offsets_E, _ = index_tokens(block.indices_TK, first_expert, len(block.down_EHI))
-    y_RH, _ = grouped_mlp(*block.differentiable, token_R, row_TK, offsets_E)
-    return reduce_outputs(y_RH, row_TK, token_R)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_units_become_bytes_and_seconds() -> None:
         ("devices_per_node = 12", "", r"mine\.toml: devices_per_node: Field required"),
         ("value = 64,", "value = -1,", r"mine\.toml: memory\.value: .*greater than 0"),
         ("name = ", "nme = ", r"mine\.toml: "),
-        ("{value = 64", "value = 64", r"mine\.toml is not TOML"),
+        ("{value = 64", "value = 64", r"mine\.toml is not valid TOML"),
     ],
 )
 def test_damage_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_compiler.runtime.kernels import Kernels, grouped_mlp, index_tokens, moe, reduce_outputs, use_kernels
+from optimus_compiler.runtime.kernels import Kernels, moe, use_kernels
 from optimus_compiler.runtime.kernels.triton import device, launch, products
 from optimus_compiler.runtime.kernels.triton.tiles import Tile
-from tests.runtime.kernels.naive import NAMES, Block, gradients, naive_moe, poisoned, relative_error
+from tests.runtime.kernels.naive import NAMES, Block, gradients, naive_moe, poisoned, relative_error, run_moe
 from tests.runtime.kernels.triton.device import DEVICE, block_on_device
 
 one_expert = torch.zeros(40, 1, dtype=torch.int64)
@@ -27,12 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gate beside up within a tile": {"T": 12, "K": 2, "E": 3, "H": 33, "width": 48},
     "more experts than rows": {"T": 3, "K": 2, "E": 70, "H": 32, "width": 16},
 }
-
-
-def run_moe(block: Block, first_expert: Tensor | None = None) -> Tensor:
-    token_R, row_TK, offsets_E, _ = index_tokens(block.indices_TK, first_expert, len(block.down_EHI))
-    y_RH, _ = grouped_mlp(*block.differentiable, token_R, row_TK, offsets_E)
-    return reduce_outputs(y_RH, row_TK, token_R)
 
 
 def assert_exact(y_TH: Tensor, computed: tuple[Tensor, ...], block: Block, bound: float, first: int = 0) -> None:

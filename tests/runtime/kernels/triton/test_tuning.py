@@ -67,7 +67,7 @@ def test_a_tile_is_timed() -> None:
     calls: list[int] = []
     spent = tune._seconds(lambda: calls.append(1), torch.device("cpu"))
     assert spent is not None
-    assert 0 <= spent < 1
+    assert spent >= 0
     assert len(calls) == 1 + 3 * tune.REPEATS
 
 
