@@ -34,7 +34,7 @@ class ModelSection(Section):
 
 class DataSection(Section):
     path: str | None = None  # a folder written by `optimus prepare`
-    validation_path: str | None = None
+    validation_path: str | None = None  # a folder of held-out text: its loss is measured every eval.every steps
     document_mask: bool = False
 
 
@@ -121,8 +121,9 @@ class LogSection(Section):
 
 
 class EvalSection(Section):
-    every: Count = 0  # steps; 0: never
-    tasks: list[str] = []
+    every: Count = 0  # steps between two evaluations, of which one follows the last step; 0: none
+    tasks: list[str] = []  # names of `optimus evaluate --tasks`, beside the loss on data.validation_path
+    limit: Count = 0  # of each task the first so many documents; 0: all
 
 
 class Config(Section):
@@ -163,16 +164,6 @@ class ResolvedConfig(Config):
     optimizer: ResolvedOptimizerSection
 
 
-# Keys whose work this version cannot do yet: any value but the default is refused, never ignored.
-_NOT_YET = {
-    "data.validation_path": "there is no evaluation during training",
-    "log.tensorboard": "metrics go to metrics.jsonl only",
-    "log.wandb": "metrics go to metrics.jsonl only",
-    "eval.every": "there is no evaluation during training",
-    "eval.tasks": "there is no evaluation during training",
-}
-
-
 def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file, or the bundled file of that name ("mula-7b-a1b"), and apply `section.key=value` overrides.
 
@@ -193,16 +184,6 @@ def parse_config(text: str, source: str) -> Config:
 def bundled_configs() -> list[str]:
     """Names of the configurations that come with the package."""
     return sorted(entry.name.removesuffix(".toml") for entry in _bundle().iterdir() if entry.name.endswith(".toml"))
-
-
-def refuse_unsupported(config: Config) -> None:
-    """Raise ConfigError, naming the key, when the run asks for something that this version cannot do."""
-    values, defaults = tables(config), tables(Config(model=ModelSection(name=""), train=config.train))
-    for key, limit in _NOT_YET.items():
-        section, name = key.split(".")
-        value = values[section][name]
-        if value != defaults[section][name]:
-            raise ConfigError(f"{key} = {_toml(value)} is not possible in this version ({limit}): remove the key")
 
 
 def resolve(config: Config, *, context_length: int) -> ResolvedConfig:
@@ -226,6 +207,16 @@ def resolve(config: Config, *, context_length: int) -> ResolvedConfig:
         )
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(f"optimizer.min_lr = {optimizer.min_lr} is more than lr = {optimizer.lr}: change one of them")
+    evaluated = bool(config.data.validation_path or config.eval.tasks)
+    if config.eval.every and not evaluated:
+        raise ConfigError(
+            f"eval.every = {config.eval.every} with nothing to evaluate: set data.validation_path or eval.tasks"
+        )
+    if evaluated and not config.eval.every:
+        given = "data.validation_path" if config.data.validation_path else "eval.tasks"
+        raise ConfigError(
+            f"{given} is set and eval.every is 0, which evaluates nothing: set eval.every to a step count"
+        )
     resolved_train = {
         "sequence_length": train.sequence_length or context_length,
         "global_batch_size": global_batch_size,

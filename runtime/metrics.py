@@ -1,18 +1,20 @@
-"""What a training step is measured by: the record written to metrics.jsonl, its FLOPs, and reading it back."""
+"""What a run is measured by: the records of metrics.jsonl and evaluations.jsonl, read back too; the FLOPs of a step."""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from optimus_compiler.models import ModelConfig, parameter_count
 
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 
 # Dense bf16 peak of one device, FLOP/s, by a part of the name that the driver reports.
 _BF16_PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
@@ -43,6 +45,25 @@ class StepMetrics:
         return json.dumps(asdict(self), allow_nan=False)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of evaluations.jsonl: what the model of `step` is worth on text that it was not trained on."""
+
+    step: int
+    tokens: int  # seen in training until then
+    validation_loss: float | None = None  # cross entropy in nats a token; None where there is no validation data
+    perplexity: float | None = None  # its exponential
+    tasks: dict[str, float] = field(default_factory=dict)  # a task's primary accuracy, 0 to 1, and their "average"
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """The line, without its newline."""
+        return json.dumps(asdict(self), allow_nan=False)
+
+
+Line = TypeVar("Line", StepMetrics, Evaluation)
+
+
 def read_metrics(run: Path) -> list[StepMetrics]:
     """The steps of a run in order; of a step that was written twice (redone after a restart) the later line counts.
 
@@ -52,17 +73,28 @@ def read_metrics(run: Path) -> list[StepMetrics]:
     path = run / METRICS
     if not path.is_file():
         raise ValueError(f"{run} is not a run directory: it has no {METRICS}")
-    *lines, _cut_short = path.read_text(encoding="utf-8").split("\n")
-    steps: dict[int, StepMetrics] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            metrics = StepMetrics(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not a line of metrics: {error}") from None
-        steps[metrics.step] = metrics
+    steps = _read_lines(path, StepMetrics)
     if not steps:
         raise ValueError(f"{path} holds no complete step yet: wait for the first one")
-    return [steps[step] for step in sorted(steps)]
+    return steps
+
+
+def read_evaluations(run: Path) -> list[Evaluation]:
+    """The evaluations of a run by step, as read_metrics reads steps; none where there were none."""
+    path = run / EVALUATIONS
+    return _read_lines(path, Evaluation) if path.is_file() else []
+
+
+def _read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    *lines, _cut_short = path.read_text(encoding="utf-8").split("\n")
+    found: dict[int, Line] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = kind(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not a line of metrics: {error}") from None
+        found[record.step] = record
+    return [found[step] for step in sorted(found)]
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -17,7 +17,6 @@ from optimus_compiler.config import (
     ResolvedConfig,
     load_config,
     parse_config,
-    refuse_unsupported,
     resolve,
     to_toml,
 )
@@ -77,7 +76,6 @@ def open_run(
     training must be what it was, unless `allow_changed` names its key. `say` is told by rank 0 what the user should
     know. Raises ValueError (one sentence) for anything the user has to change; nothing has been written then.
     """
-    refuse_unsupported(config)
     first = _first_config(directory)
     if first is not None:
         config = keep_first_values(config, first)

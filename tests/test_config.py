@@ -11,7 +11,6 @@ from optimus_compiler.config import (
     ConfigError,
     bundled_configs,
     load_config,
-    refuse_unsupported,
     resolve,
     to_toml,
 )
@@ -153,30 +152,14 @@ def test_unknown_source_names_the_nearest_bundled_one() -> None:
         (["train.micro_batch_size=4", "train.global_batch_size=6"], "global_batch_size = 6 is not a multiple of"),
         (["optimizer.warmup_steps=101"], "warmup_steps = 101 is more than decay_steps = 100"),
         (["optimizer.lr=1e-5"], "min_lr = 4e-05 is more than lr = 1e-05"),
+        (["eval.every=10"], "eval.every = 10 with nothing to evaluate: set data.validation_path or eval.tasks"),
+        (['eval.tasks=["piqa"]'], "eval.tasks is set and eval.every is 0"),
+        (["data.validation_path=held-out"], "data.validation_path is set and eval.every is 0"),
     ],
 )
 def test_contradictions_are_refused(minimal: Path, overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve(load_config(minimal, overrides), context_length=8)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.validation_path=/some/dir",
-        "log.wandb=true",
-        "eval.every=10",
-        'eval.tasks=["piqa"]',
-    ],
-)
-def test_what_this_version_cannot_do_is_refused_not_ignored(minimal: Path, override: str) -> None:
-    key = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"^{key} = .* is not possible in this version .*: remove the key$"):
-        refuse_unsupported(load_config(minimal, [override]))
-
-
-def test_a_value_equal_to_the_default_is_no_request(minimal: Path) -> None:
-    refuse_unsupported(load_config(minimal, ["checkpoint.every=0", "pipeline.schedule=1f1b", "mesh.dp=1"]))
 
 
 PAPER = {
