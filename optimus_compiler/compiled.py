@@ -21,13 +21,13 @@ from optimus_compiler.program import OVERFLOW, PROBE, TRAINING, WATCH, Program
 from optimus_compiler.runtime.buckets import Bucket, make_buckets
 from optimus_compiler.runtime.collectives import Transfer, all_reduce
 from optimus_compiler.runtime.kernels import Kernels
+from optimus_compiler.runtime.likelihood import IGNORED_LABEL, row_log_likelihoods
 from optimus_compiler.runtime.reduction import GradientReduction
 from optimus_compiler.weights import Weights
 
 if TYPE_CHECKING:
     from optimus_compiler.runtime.pipeline import Pipeline
 
-IGNORED_LABEL = -100
 _log = logging.getLogger(__name__)
 
 
@@ -257,6 +257,47 @@ class CompiledModel(nn.Module):
             out, _ = self._micro_batches({"input_ids": input_ids, "labels": labels, **inputs}, train=False)
             return out
 
+    @torch.no_grad()
+    def log_likelihoods(self, input_ids: Tensor, targets: Tensor, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row: the log-probability of its targets, summed, fp32 [rows]; whether each is the likeliest, bool.
+
+        [rows, S], rows at most micro_batches * micro_batch_size and S at most sequence_length. targets[:, s] is what
+        should follow input_ids[:, s]; -100 does not count. Every rank calls it equally often, each (dp, ep) coordinate
+        with rows of its own, or none ([0, S]).
+        """
+        micro_batches = self._divide({"input_ids": input_ids, "labels": targets, **inputs})
+        logits: list[Tensor] = []  # of each micro-batch, where the last stage is
+        if self._pipeline is None:
+            logits += [self._executor.run(self.pad(each), ("logits",))["logits"] for each in micro_batches]
+        else:
+
+            def run_stage(stage: int, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+                out, onward = self._executor.run_stage(stage, values, ("loss", "logits"))
+                logits.extend(value for role, value in out.items() if role == "logits")
+                return out, onward
+
+            self._pipeline.step(self._padded(micro_batches), run_stage, train=False)
+        found = torch.zeros(2, len(input_ids), device=self.device)
+        for index, logits_BSV in enumerate(logits):
+            targets_BS = micro_batches[index]["labels"].to(self.device)
+            rows, length = targets_BS.shape
+            first = index * self.program.micro_batch_size
+            sums_B, likeliest_B = row_log_likelihoods(logits_BSV[:rows, :length], targets_BS)
+            found[:, first : first + rows] = torch.stack([sums_B, likeliest_B.float()])
+        sums, likeliest = all_reduce(found, self.program.mesh.group("pp"))
+        return sums, likeliest.bool()
+
+    def _divide(self, inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The inputs of each micro-batch, which has fewer rows, or none, where they end."""
+        size = self.program.micro_batch_size
+        starts = range(0, self.micro_batches * size, size)
+        return [{name: value[first : first + size] for name, value in inputs.items()} for first in starts]
+
+    def _padded(self, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """All micro-batches, padded, one below the other."""
+        padded = [self.pad(micro_batch) for micro_batch in micro_batches]
+        return {name: torch.cat([each[name] for each in padded]) for name in padded[0]}
+
     def _micro_batches(
         self, inputs: dict[str, Tensor], *, train: bool, exact_rows: bool = True
     ) -> tuple[StepOutput, Tensor]:
@@ -272,9 +313,7 @@ class CompiledModel(nn.Module):
         wanted = (*TRAINING, *self.program.watched(), *(() if exact_rows else self.program.overflows()))
         if train:
             self.reduction.reopen()
-        micro_batches = [
-            {name: value[first : first + size] for name, value in inputs.items()} for first in range(0, rows, size)
-        ]
+        micro_batches = self._divide(inputs)
         totals: dict[str, Tensor] = {}
         if self._pipeline is None:
             for index, micro_batch in enumerate(micro_batches):
@@ -287,8 +326,6 @@ class CompiledModel(nn.Module):
                         (out["loss"] / self.micro_batches).backward()
                 _add(totals, out)
         else:
-            padded = [self.pad(micro_batch) for micro_batch in micro_batches]
-            values = {name: torch.cat([each[name] for each in padded]) for name in padded[0]}
 
             def run_stage(stage: int, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
                 out, onward = self._executor.run_stage(stage, values, wanted, exact_rows=exact_rows)
@@ -296,7 +333,7 @@ class CompiledModel(nn.Module):
                 return out, onward
 
             waiting = self._first_backward.expect() if train and not self._first_backward.is_over else None
-            self._pipeline.step(values, run_stage, train=train)
+            self._pipeline.step(self._padded(micro_batches), run_stage, train=train)
             if waiting is not None:
                 self._first_backward.refuse_missing(waiting, self._executor.buffers)
         return self._means(totals)

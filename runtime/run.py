@@ -30,6 +30,7 @@ from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFol
 from optimus_compiler.runtime.checkpoint.manifest import MANIFEST, CheckpointError
 from optimus_compiler.runtime.collectives import together
 from optimus_compiler.runtime.data.dataset import PreparedData
+from optimus_compiler.runtime.evaluate.tasks import Task, load_tasks
 from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.initial_weights import check_initial_weights
 from optimus_compiler.runtime.metrics import METRICS
@@ -52,6 +53,8 @@ class Run:
     folder: CheckpointFolder
     start: Checkpoint | None = None  # the checkpoint that it continues from
     skip_steps: int = 0  # steps' worth of data that are passed over at the start
+    validation: PreparedData | None = None  # held-out text whose loss is measured
+    tasks: tuple[Task, ...] = ()  # whose accuracies are
 
     @property
     def steps_done(self) -> int:
@@ -91,9 +94,11 @@ def open_run(
         data = PreparedData.open(config.data.path, rank=mesh.rank, ranks=mesh.size)
         resolved = resolve(config, context_length=data.context_length)
         _check_data(resolved, model_config, data)
+        validation = _validation_data(resolved, data, mesh)
+        tasks = tuple(load_tasks(resolved.eval.tasks, resolved.eval.limit))
     folder = CheckpointFolder(directory)
     start = find_newest(folder, mesh, say) if start_from is None else open_whole(folder, start_from, mesh)
-    run = Run(resolved, model_config, data, directory, mesh, folder, start, skip_steps)
+    run = Run(resolved, model_config, data, directory, mesh, folder, start, skip_steps, validation, tasks)
     with together(mesh):
         _check_start(run, first, allow_changed, say)
         if start is None and resolved.model.init != "random":
@@ -257,3 +262,23 @@ def _check_data(config: ResolvedConfig, model_config: ModelConfig, data: Prepare
             f"{config.model.name} has a vocabulary of {model_config.vocab_size} and {config.data.path} one of "
             f"{data.manifest.vocab_size}: set model.overrides.vocab_size, or prepare with the model's tokenizer"
         )
+
+
+def _validation_data(config: ResolvedConfig, data: PreparedData, mesh: Mesh) -> PreparedData | None:
+    """The held-out text of the run, which must be prepared as its training data is."""
+    path = config.data.validation_path
+    if path is None:
+        return None
+    validation = PreparedData.open(path, rank=mesh.rank, ranks=mesh.size)
+    theirs, ours = validation.manifest, data.manifest
+    if theirs.tokenizer.sha256 != ours.tokenizer.sha256 or theirs.eos_id != ours.eos_id:
+        raise ConfigError(
+            f"data.validation_path = {path} was prepared with another tokenizer than {config.data.path}: prepare it "
+            "again"
+        )
+    if theirs.context_length != ours.context_length:
+        raise ConfigError(
+            f"data.validation_path = {path} was prepared with context length {theirs.context_length} and "
+            f"{config.data.path} with {ours.context_length}: prepare it again"
+        )
+    return validation

@@ -24,9 +24,19 @@ from optimus_compiler.runtime.checkpoint.saver import CheckpointSaver
 from optimus_compiler.runtime.collectives import all_reduce
 from optimus_compiler.runtime.data.loader import DataLoader
 from optimus_compiler.runtime.data.sample_index import Position, SampleIndex
+from optimus_compiler.runtime.evaluate.while_training import Progress as EvaluationProgress
+from optimus_compiler.runtime.evaluate.while_training import describe, evaluate_run, is_due
 from optimus_compiler.runtime.initial_weights import initial_weights
 from optimus_compiler.runtime.loss_guard import LossGuard
-from optimus_compiler.runtime.metrics import METRICS, StepMetrics, flops_per_token, peak_flops, peak_memory
+from optimus_compiler.runtime.metrics import (
+    EVALUATIONS,
+    METRICS,
+    Evaluation,
+    StepMetrics,
+    flops_per_token,
+    peak_flops,
+    peak_memory,
+)
 from optimus_compiler.runtime.optimizer import ShardedAdamW
 from optimus_compiler.runtime.resilience.beacon import Beacon
 from optimus_compiler.runtime.resilience.inject import Faults
@@ -65,20 +75,23 @@ def train(
     *,
     profile: bool = False,
     say: Callable[[str], None] = lambda sentence: None,
+    on_evaluating: EvaluationProgress = lambda what, done, total: None,
 ) -> CompiledModel:
     """Run the steps of `run` that are left; rank 0 writes one line of metrics each, and its `on_step` sees the record.
 
-    Checkpoints are saved as [checkpoint] says, and `say` told of them by rank 0. On SIGTERM, sent to any rank, the step
-    is finished, a full checkpoint saved, and train returns. profile: every rank writes what it did in the third step to
-    trace-rank<n>.json in the run directory, for chrome://tracing. Returns the trained model. Raises RunFailedError for
-    whatever stops the run; a non-finite loss or gradient does so before it reaches the weights.
+    Checkpoints are saved as [checkpoint] says and the model evaluated as [eval] says, and `say` told of them by rank 0;
+    evaluations are lines of evaluations.jsonl, and rank 0's `on_evaluating` sees how far one is. On SIGTERM, sent to
+    any rank, the step is finished, a full checkpoint saved, and train returns. profile: every rank writes what it did
+    in the third step to trace-rank<n>.json in the run directory, for chrome://tracing. Returns the trained model.
+    Raises RunFailedError for whatever stops the run; a non-finite loss or gradient does so before it reaches the
+    weights.
     """
     step = 0
     try:
         lock = run_lock(run.directory) if run.mesh.rank == 0 else nullcontext()
         with lock, _compile_cache(run), Beacon() as beacon:
             compiled = compile_model(run.config, run.model_config, run.mesh)
-            for metrics in _steps(run, compiled, beacon, profile, say):
+            for metrics in _steps(run, compiled, beacon, profile, say, on_evaluating):
                 step = metrics.step
                 beacon.finished(step, metrics.seconds)
                 if run.mesh.rank == 0:
@@ -92,7 +105,12 @@ def train(
 
 
 def _steps(
-    run: Run, compiled: CompiledModel, beacon: Beacon, profile: bool, say: Callable[[str], None]
+    run: Run,
+    compiled: CompiledModel,
+    beacon: Beacon,
+    profile: bool,
+    say: Callable[[str], None],
+    on_evaluating: EvaluationProgress,
 ) -> Iterator[StepMetrics]:
     config, mesh = run.config, run.mesh
     notice = say if mesh.rank == 0 else lambda sentence: None
@@ -117,7 +135,7 @@ def _steps(
     faults = Faults.of_this_process(run.directory, mesh.rank)
     guard = LossGuard(config.resilience.loss_spike_sigma, progress.recent_losses)
     stalled = 0.0
-    with loader, saver, StopRequest() as stop, _metrics_file(run) as log:
+    with loader, saver, StopRequest() as stop, _lines_file(run, METRICS) as log:
         for step in range(progress.step, config.train.steps):
             started = time.perf_counter()
             batch = loader.next()
@@ -176,6 +194,9 @@ def _steps(
             log.write(metrics.to_json().encode() + b"\n")
             yield metrics
 
+            if is_due(run, progress.step):
+                notice(describe(_evaluate(run, compiled, progress, beacon, on_evaluating)))
+
             if save_failed:
                 saver.wait()  # raises on every rank
             is_last = progress.step == config.train.steps
@@ -192,6 +213,23 @@ def _steps(
                 notice(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
                 break
         saver.wait()
+
+
+def _evaluate(
+    run: Run, compiled: CompiledModel, progress: Progress, beacon: Beacon, on_evaluating: EvaluationProgress
+) -> Evaluation:
+    """Evaluates the model after a step; rank 0 writes the line. The supervisor sees that it goes on."""
+
+    def show(what: str, done: int, total: int) -> None:
+        beacon.phase = f"evaluating {what} {done / total:.0%}"
+        if run.mesh.rank == 0:
+            on_evaluating(what, done, total)
+
+    evaluation = evaluate_run(run, compiled, progress.step, progress.tokens, show)
+    beacon.phase = "training"
+    with _lines_file(run, EVALUATIONS) as file:
+        file.write(evaluation.to_json().encode() + b"\n")
+    return evaluation
 
 
 def _report_non_finite(
@@ -267,9 +305,9 @@ def _signals(mesh: Mesh, stop_requested: bool, save_failed: bool) -> Tensor:
     return all_reduce(signals, mesh.group(*DIMENSIONS))
 
 
-def _metrics_file(run: Run) -> BinaryIO:
-    """Where metrics go, a line a step, unbuffered, after what earlier starts wrote; ranks above 0 write nowhere."""
-    path = run.directory / METRICS
+def _lines_file(run: Run, name: str) -> BinaryIO:
+    """Where records go, a line each, unbuffered, after what earlier starts wrote; ranks above 0 write nowhere."""
+    path = run.directory / name
     if run.mesh.rank > 0:
         return open(os.devnull, "wb", buffering=0)
     if path.exists():

@@ -80,7 +80,7 @@ def train_with_progress(run: Run, *, profile: bool = False) -> CompiledModel:
     if run.mesh.rank > 0:
         return train(run, profile=profile)
     with StepProgress(run.config.train.steps, every=run.config.log.every) as progress:
-        compiled = train(run, progress.show, profile=profile, say=progress.say)
+        compiled = train(run, progress.show, profile=profile, say=progress.say, on_evaluating=progress.evaluating)
     if progress.step == run.config.train.steps:
         print(f"{run.directory}: {progress.step:,} steps done; curves: optimus plot {run.directory}")
     return compiled

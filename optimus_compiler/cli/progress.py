@@ -51,6 +51,11 @@ class StepProgress:
         elif metrics.step in (self._first, self._steps) or metrics.step % self._every == 0:
             print(line, flush=True)
 
+    def evaluating(self, what: str, done: int, total: int) -> None:
+        """Shows on a terminal how far an evaluation is; its result is said in the end."""
+        if self._line is not None:
+            self._line.update(self._task, description=f"step {self.step:,}: evaluating {what} {done / total:.0%}")
+
     def say(self, sentence: str) -> None:
         """Prints a line of its own."""
         if self._line is not None:

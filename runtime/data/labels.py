@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-IGNORED = -100  # as in transformers: no loss for this label
+from optimus_compiler.runtime.likelihood import IGNORED_LABEL
 
 
 def labels_of(ids_BT: Tensor, eos_id: int) -> Tensor:
@@ -14,7 +14,7 @@ def labels_of(ids_BT: Tensor, eos_id: int) -> Tensor:
     """
     labels_BT = ids_BT.clone()
     padding_BT = (ids_BT[:, 1:] == eos_id) & (ids_BT[:, :-1] == eos_id)
-    labels_BT[:, 1:].masked_fill_(padding_BT, IGNORED)
+    labels_BT[:, 1:].masked_fill_(padding_BT, IGNORED_LABEL)
     return labels_BT
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from optimus_compiler.config import load_config
-from optimus_compiler.runtime.metrics import METRICS, read_metrics
+from optimus_compiler.runtime.metrics import METRICS, read_evaluations, read_metrics
 from optimus_compiler.runtime.run import open_run
 from optimus_compiler.runtime.trainer import train
 from tests.ranks import Ranks
+from tests.task_wheel import installed, write_wheel
 from tests.tiny_run import write_config, write_data
 
 
@@ -27,8 +28,16 @@ def run_training(folder: Path, output: Path, overrides: list[str], profile: bool
     return len(shown)
 
 
+def run_evaluated(folder: Path, output: Path, overrides: list[str], wheel: Path) -> int:
+    with installed(wheel):
+        return run_training(folder, output, overrides)
+
+
 def test_meshes_reproduce_the_curve_of_one_process(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = ["train.steps=6", "train.global_batch_size=8", "data.document_mask=true"]
+    wheel = write_wheel(tmp_path / "wheel")
+    held_out = write_data(tmp_path, "def g(y):\n    return y * 7\n" * 30)
+    common += [f"data.validation_path={held_out}", "eval.every=4", 'eval.tasks=["arc_easy", "winogrande"]']
     curves = {}
     for name, world, mesh in [
         ("one", 1, []),
@@ -36,7 +45,7 @@ def test_meshes_reproduce_the_curve_of_one_process(ranks: Ranks, tiny: Path, tmp
         ("pp", 4, ["mesh.pp=2", "mesh.ep=2", 'activation_checkpointing.blocks=["moe"]']),
         ("tp", 4, ["mesh.tp=2", "mesh.dp=2", "mesh.sequence_parallel=true"]),
     ]:
-        shown = ranks.run(world, run_training, tiny, tmp_path / name, common + mesh)
+        shown = ranks.run(world, run_evaluated, tiny, tmp_path / name, common + mesh, wheel)
         assert shown == [6] + [0] * (world - 1)
         curves[name] = read_metrics(tmp_path / name)
     for name, curve in curves.items():
@@ -44,6 +53,13 @@ def test_meshes_reproduce_the_curve_of_one_process(ranks: Ranks, tiny: Path, tmp
             for key in ("loss", "ce_loss", "aux_loss", "grad_norm", "expert_load_max_over_mean"):
                 assert getattr(found, key) == pytest.approx(getattr(alone, key), rel=1e-4), (name, found.step, key)
             assert (found.tokens, found.lr) == (alone.tokens, alone.lr)
+    wanted = read_evaluations(tmp_path / "one")
+    assert [evaluation.step for evaluation in wanted] == [4, 6]
+    for name in curves:
+        for evaluation, alone_evaluation in zip(read_evaluations(tmp_path / name), wanted, strict=True):
+            assert evaluation.validation_loss == pytest.approx(alone_evaluation.validation_loss, rel=1e-5), name
+            assert evaluation.tasks == alone_evaluation.tasks
+            assert set(evaluation.tasks) == {"arc_easy", "winogrande", "average"}
 
 
 def refusals(folder: Path, output: Path, overrides: list[str]) -> str:
