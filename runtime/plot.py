@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,8 +19,7 @@ from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.history import History, read_history
 
 XAxis = Literal["tokens", "steps", "hours"]
-Scale = Callable[[Sequence[int]], NDArray[np.float64]]  # where steps lie on the horizontal axis
-Scale = Callable[[Sequence[int]], NDArray[np.float64]]  # where steps lie on the horizontal axis
+Scale: TypeAlias = Callable[[Sequence[int]], NDArray[np.float64]]  # where steps lie on the horizontal axis
 
 LOSS = "loss (cross entropy)"
 _METRICS = {
@@ -31,18 +30,8 @@ _METRICS = {
     "expert load, largest over mean": "expert_load_max_over_mean",
 }
 
-EVALUATION, FULL, WEIGHTS_ALONE, DELETED = (
-    "evaluation",
-    "full checkpoint",
-    "checkpoint of weights alone",
-    "checkpoint, deleted since",
-)
-EVALUATION, FULL, WEIGHTS_ALONE, DELETED = (
-    "evaluation",
-    "full checkpoint",
-    "checkpoint of weights alone",
-    "checkpoint, deleted since",
-)
+EVALUATION = "evaluation"
+FULL, WEIGHTS_ALONE, DELETED = "full checkpoint", "checkpoint of weights alone", "checkpoint, deleted since"
 # What stands beside the curves, in the colour of its run where it has none.
 _CHECKPOINT = {"linestyle": "none", "marker": "^", "markersize": 7}
 _INCIDENT = {"linestyle": "--", "linewidth": 1}
@@ -187,5 +176,6 @@ def _draw_incidents(panels: dict[str, Axes], run: History, at: Scale, colour: st
     """Lines through all panels; the colour of the run is at their upper end."""
     head = {"marker": "v", "markevery": [1], "markeredgecolor": colour, "markerfacecolor": colour, "clip_on": False}
     for step, kind in run.incidents:
+        style: dict[str, Any] = {**_MARKS[kind], **head}
         for axis in panels.values():
-            axis.axvline(at([step])[0], **_MARKS[kind], **head, label=kind)
+            axis.axvline(at([step])[0], **style, label=kind)
