@@ -36,6 +36,7 @@ from optimus_compiler.runtime.initial_weights import check_initial_weights
 from optimus_compiler.runtime.metrics import METRICS
 from optimus_compiler.runtime.resume import keep_first_values, refuse_changes
 from optimus_compiler.runtime.run_lock import run_lock
+from optimus_compiler.runtime.writers import check_packages
 
 CONFIG = "config.toml"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -87,6 +88,8 @@ def open_run(
     mesh = open_mesh(config)
     say = say if mesh.rank == 0 else lambda sentence: None
     with together(mesh):
+        if mesh.rank == 0:  # which alone writes
+            check_packages(config.log)
         if config.data.path is None:
             raise ConfigError(
                 "data.path is missing: add it, or pass --set data.path=DIR, a folder of `optimus prepare`"

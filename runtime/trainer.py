@@ -45,6 +45,7 @@ from optimus_compiler.runtime.run import DTYPES, Run, pass_options, plain_model
 from optimus_compiler.runtime.run_lock import run_lock
 from optimus_compiler.runtime.schedule import learning_rate
 from optimus_compiler.runtime.stop_request import StopRequest
+from optimus_compiler.runtime.writers import Writers
 
 PROFILED_STEP = 3  # of a start: the first compiles, the second still fills caches
 
@@ -135,7 +136,7 @@ def _steps(
     faults = Faults.of_this_process(run.directory, mesh.rank)
     guard = LossGuard(config.resilience.loss_spike_sigma, progress.recent_losses)
     stalled = 0.0
-    with loader, saver, StopRequest() as stop, _lines_file(run, METRICS) as log:
+    with loader, saver, StopRequest() as stop, _lines_file(run, METRICS) as log, Writers(run, notice) as writers:
         for step in range(progress.step, config.train.steps):
             started = time.perf_counter()
             batch = loader.next()
@@ -192,10 +193,13 @@ def _steps(
                 checkpoint_stall=stalled,
             )
             log.write(metrics.to_json().encode() + b"\n")
+            writers.step(metrics)
             yield metrics
 
             if is_due(run, progress.step):
-                notice(describe(_evaluate(run, compiled, progress, beacon, on_evaluating)))
+                evaluation = _evaluate(run, compiled, progress, beacon, on_evaluating)
+                writers.evaluation(evaluation)
+                notice(describe(evaluation))
 
             if save_failed:
                 saver.wait()  # raises on every rank
