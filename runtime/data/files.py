@@ -27,7 +27,7 @@ def whole_file(path: Path) -> Iterator[HashingWriter]:
 
 
 @contextmanager
-def disk_full_named(path: Path) -> Iterator[None]:
+def disk_full_named(path: Path | str) -> Iterator[None]:
     """Turns the OSError of a full disk (or quota, or file size limit) into a DataError that names `path`."""
     try:
         yield

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from optimus_compiler.runtime.data.errors import DataError
 from optimus_compiler.runtime.data.files import whole_file
@@ -18,6 +18,7 @@ BAD_DOCUMENTS = "bad_documents.jsonl"
 
 Tails = Literal["drop", "keep"]  # what becomes of tokens that do not fill an instance; keep: padded with EOS
 Documents = Literal["join", "separate"]  # what is cut into instances: a file's documents as one stream, or each alone
+Split = Literal["training", "validation"]  # validation: the documents that are held out; training: all others
 
 
 class Counts(Record):
@@ -71,6 +72,16 @@ class Recipe(Record):
     documents: Documents = "join"
     seed: int = Field(ge=0)
     shard_tokens: int = Field(default=1 << 26, gt=0)  # most tokens in a shard
+    split: Split = "training"
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)  # of the documents: so many are held out (`split_of`)
+
+    @model_serializer(mode="wrap")
+    def _omit_absent_split(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Where nothing is held out the text, and so its seal, is that of a time without splits.
+        fields: dict[str, Any] = dump(self)
+        if not self.validation_fraction:
+            del fields["split"], fields["validation_fraction"]
+        return fields
 
 
 class Manifest(Recipe, SealedRecord):

@@ -62,6 +62,8 @@ def _totals(folder: Path, manifest: Manifest) -> str:
         ("vocabulary", f"{manifest.vocab_size:,}, {manifest.eos} = {manifest.eos_id}"),
         ("seed", f"{manifest.seed}"),
     ]
+    if manifest.validation_fraction:
+        rows.append(("split", f"{manifest.split}, validation fraction {manifest.validation_fraction}"))
     return "\n".join([str(folder), *(f"  {name:<18}{value}" for name, value in rows)])
 
 

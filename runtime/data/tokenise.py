@@ -1,12 +1,17 @@
-"""Turns the documents of one file into a flat file of token ids, the EOS token after each document."""
+"""Turns the documents of one file into flat files of token ids, one a split, the EOS token after each document."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_compiler.runtime.data.documents import Document, LargeText, read_documents
 from optimus_compiler.runtime.data.encode import Encoder
 from optimus_compiler.runtime.data.errors import DamagedInputError
 from optimus_compiler.runtime.data.files import disk_full_named
+from optimus_compiler.runtime.data.manifest import Split
+from optimus_compiler.runtime.data.split import split_of
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, TokenWriter, ids_file
 from optimus_compiler.runtime.files import sha256_of
@@ -18,30 +23,40 @@ CHECK_EVERY = 256  # of so many documents, the first is compared with the refere
 
 def tokenise_file(
     path: Path,
-    folder: Path,
+    folders: Mapping[Split, Path],
     number: int,
     *,
     tokenizer: TextTokenizer,
     encoder: Encoder,
     text_field: str,
+    validation_fraction: float,
     most_bad: int,
     on_bytes: Callable[[int], None],
-) -> TokenisedFile:
-    """Writes the ids of all documents of `path`, EOS after each, as file `number` of `folder` (see `tokenised`).
+) -> dict[Split, TokenisedFile]:
+    """Writes the ids of the documents of `path`, EOS after each, as file `number` of the folder of their split.
 
-    A document without any token is counted and skipped (a lone EOS would only teach EOS after EOS). A bad one is
-    recorded and skipped: one that `read_documents` finds bad, one with EOS in its text that the tokenizer can only read
-    as EOS, one that cannot be encoded in parts of at most `LARGEST_WHOLE` bytes. `on_bytes` is told the bytes of `path`
-    consumed since its last call. Raises DamagedInputError above `most_bad` bad documents, DataError where a sampled
-    document is not encoded as the reference does or the disk is full, and OSError.
+    `tokenised` says what the files are. Documents of a split without a folder are passed over. A document without any
+    token is counted and skipped (a lone EOS would only teach EOS after EOS). A bad one is recorded and skipped: one
+    that `read_documents` finds bad, which has no text to decide its split and counts as training; one with EOS in its
+    text that the tokenizer can only read as EOS; one that cannot be encoded in parts of at most `LARGEST_WHOLE` bytes.
+    `on_bytes` is told the bytes of `path` consumed since its last call. Raises DamagedInputError above `most_bad` bad
+    documents, DataError where a sampled document is not encoded as the reference does or the disk is full, and OSError.
     """
-    bad = _BadDocuments(path, most_bad)
+    bad = _BadDocuments(path, most_bad, folders)
     progress = _Progress(on_bytes)
-    read = empty = reference = 0
-    with disk_full_named(ids_file(folder, number)), TokenWriter(folder, number, tokenizer.dtype) as writer:
-        for batch in _batches(bad.set_aside(read_documents(path, text_field, folder))):
+    scratch = next(iter(folders.values()))
+    written = " or ".join(str(ids_file(folder, number)) for folder in folders.values())
+    with disk_full_named(written), ExitStack() as stack:
+        outputs = {
+            split: _Output(stack.enter_context(TokenWriter(folder, number, tokenizer.dtype)))
+            for split, folder in folders.items()
+        }
+        good = bad.set_aside(read_documents(path, text_field, scratch))
+        divided = ((split_of(document.text, validation_fraction), document) for document in good)
+        for split, batch in _batches(each for each in divided if each[0] in folders):
+            output, writer = outputs[split], outputs[split].writer
             before = encoder.reference_documents
-            for document, parts in zip(batch, _encode(batch, read, encoder), strict=True):
+            for document, parts in zip(batch, _encode(batch, output.read, encoder), strict=True):
                 try:
                     for ids in parts:
                         if tokenizer.eos_id in ids:
@@ -53,32 +68,47 @@ def tokenise_file(
                             progress.reach(document.bytes_read, document.text.share_read)
                 except _UnencodableError as error:
                     writer.drop_document()
-                    bad.add(document.line, str(error))
+                    bad.add(split, document.line, str(error))
                     continue
                 if writer.document_tokens:
                     writer.write([tokenizer.eos_id])
                     writer.end_document()
                 else:
-                    empty += 1
-            read += len(batch)
-            reference += min(len(batch), encoder.reference_documents - before)  # a large document is many texts
+                    output.empty += 1
+            output.read += len(batch)
+            output.reference += min(len(batch), encoder.reference_documents - before)  # a large document is many texts
             progress.reach(batch[-1].bytes_read)
         size = path.stat().st_size
         progress.reach(size)
-        record = TokenisedFile(
-            file=str(path),
-            bytes=size,
-            sha256=sha256_of(path),
-            documents=writer.documents,
-            empty_documents=empty,
-            tokens=writer.tokens,
-            fast_documents=read - reference,
-            reference_documents=reference,
-            bad_documents=bad.in_order(),
-            tokens_sha256=writer.sha256,
-        )
-        writer.commit(record)
-    return record
+        sha256 = sha256_of(path)
+        records = {
+            split: TokenisedFile(
+                file=str(path),
+                bytes=size,
+                sha256=sha256,
+                documents=output.writer.documents,
+                empty_documents=output.empty,
+                tokens=output.writer.tokens,
+                fast_documents=output.read - output.reference,
+                reference_documents=output.reference,
+                bad_documents=bad.of(split),
+                tokens_sha256=output.writer.sha256,
+            )
+            for split, output in outputs.items()
+        }
+        for split, record in records.items():
+            outputs[split].writer.commit(record)
+    return records
+
+
+@dataclass
+class _Output:
+    """What a split gets of a file, and the documents counted: read, without a token, encoded by the reference."""
+
+    writer: TokenWriter
+    read: int = 0
+    empty: int = 0
+    reference: int = 0
 
 
 class _UnencodableError(Exception):
@@ -86,32 +116,33 @@ class _UnencodableError(Exception):
 
 
 class _BadDocuments:
-    """The bad documents of a file, as long as they are not too many."""
+    """The bad documents of a file in the splits that are written, as long as they are not too many."""
 
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, path: Path, most: int, splits: Collection[Split]) -> None:
         self._path, self._most = path, most
-        self._found: list[BadDocument] = []
+        self._found: dict[Split, list[BadDocument]] = {split: [] for split in splits}
 
     def set_aside(self, documents: Iterable[Document | BadDocument]) -> Iterator[Document]:
         """Passes the good ones on."""
         for document in documents:
             if isinstance(document, Document):
                 yield document
-            else:
-                self._append(document)
+            elif "training" in self._found:
+                self._append("training", document)
 
-    def add(self, line: int, cause: str) -> None:
+    def add(self, split: Split, line: int, cause: str) -> None:
         """Takes one that proved bad later."""
-        self._append(BadDocument(file=str(self._path), line=line, cause=cause))
+        self._append(split, BadDocument(file=str(self._path), line=line, cause=cause))
 
-    def _append(self, document: BadDocument) -> None:
-        self._found.append(document)
-        if len(self._found) > self._most:
-            raise DamagedInputError(self.in_order(), self._most, stopped=True)
+    def _append(self, split: Split, document: BadDocument) -> None:
+        self._found[split].append(document)
+        if sum(map(len, self._found.values())) > self._most:
+            raise DamagedInputError(self.of(*self._found), self._most, stopped=True)
 
-    def in_order(self) -> tuple[BadDocument, ...]:
-        """By line: documents are encoded after later lines have been read."""
-        return tuple(sorted(self._found, key=lambda document: document.line))
+    def of(self, *splits: Split) -> tuple[BadDocument, ...]:
+        """Those of `splits` by line: documents are encoded after later lines have been read."""
+        found = (document for split in splits for document in self._found[split])
+        return tuple(sorted(found, key=lambda document: document.line))
 
 
 class _Progress:
@@ -130,22 +161,21 @@ class _Progress:
             self._before = self._done
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """At most `PART` characters each; a large document stands alone and is given before the next is read."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
+def _batches(documents: Iterable[tuple[Split, Document]]) -> Iterator[tuple[Split, list[Document]]]:
+    """At most `PART` characters of one split each; a large document stands alone, given before the next is read."""
+    batches: defaultdict[Split, list[Document]] = defaultdict(list)
+    characters = Counter[Split]()
+    for split, document in documents:
         size = _size(document)
-        if batch and characters + size > PART:
-            yield batch
-            batch, characters = [], 0
+        if split in batches and characters[split] + size > PART:
+            yield split, batches.pop(split)
+            del characters[split]
         if size > PART:
-            yield [document]
+            yield split, [document]
         else:
-            batch.append(document)
-            characters += size
-    if batch:
-        yield batch
+            batches[split].append(document)
+            characters[split] += size
+    yield from batches.items()
 
 
 def _size(document: Document) -> int:

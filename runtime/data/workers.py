@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from optimus_compiler.runtime.data.encode import Encoder
 from optimus_compiler.runtime.data.errors import DamagedInputError
+from optimus_compiler.runtime.data.manifest import Split
 from optimus_compiler.runtime.data.text_tokenizer import TextTokenizer
 from optimus_compiler.runtime.data.tokenise import tokenise_file
 from optimus_compiler.runtime.data.tokenised import BadDocument, TokenisedFile, read_tokenised
@@ -24,49 +25,59 @@ REPORT_SECONDS = 0.2
 LISTED_BEYOND = 100  # bad documents above those allowed that are still looked for before all work stops
 
 Job = tuple[int, Path]  # the number of an input file, and the file
-Result = tuple[int, TokenisedFile]
+Records = dict[Split, TokenisedFile]  # of one input file
+Result = tuple[int, Records]
 
 
 @dataclass(frozen=True)
 class _Settings:
     """What is the same for every file of a run."""
 
-    folder: Path
+    folders: Mapping[Split, Path]
     text_field: str
+    validation_fraction: float
     most_bad: int
 
 
 def tokenise_files(
     files: Sequence[Path],
-    folder: Path,
+    folders: Mapping[Split, Path],
     *,
     tokenizer: TextTokenizer,
     text_field: str,
+    validation_fraction: float,
     workers: int,
     max_bad_documents: int,
     progress: Callable[[int], None],
-) -> list[TokenisedFile]:
-    """Tokenises each of `files` into `folder` (see `tokenised`) by `workers` processes (1: this process).
+) -> dict[Split, list[TokenisedFile]]:
+    """Tokenises the documents of each of `files` into the folder of their split (see `tokenise_file`), by `workers`
+    processes (1: this process); returns the records of each split, in the order of the files.
 
-    Files that an earlier run has finished there are kept, whatever stopped it; no other process may use the folder.
+    Files that an earlier run has finished there are kept, whatever stopped it; no other process may use the folders.
     `progress` is told the bytes consumed so far, theirs included. The first error stops the other workers and is raised
     here; so is Ctrl-C. Above `max_bad_documents` bad documents in all, DamagedInputError lists them when every file has
     been read, or earlier when there are very many. A worker that the system killed raises ChildProcessError.
     """
-    folder.mkdir(exist_ok=True)
-    for leftover in folder.glob(".*"):  # of a run that was killed
-        leftover.unlink()
-    done: dict[int, TokenisedFile] = {}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+        for leftover in folder.glob(".*"):  # of a run that was killed
+            leftover.unlink()
+    done: dict[int, Records] = {}
     done_bytes = 0
     progress(done_bytes)
     for number in range(len(files)):
-        if record := read_tokenised(folder, number, tokenizer.dtype):
-            done[number] = record
-            done_bytes += record.bytes
+        records = {
+            split: record
+            for split, folder in folders.items()
+            if (record := read_tokenised(folder, number, tokenizer.dtype))
+        }
+        if len(records) == len(folders):
+            done[number] = records
+            done_bytes += next(iter(records.values())).bytes
             progress(done_bytes)
     jobs = [(n, path) for n, path in enumerate(files) if n not in done]
     jobs.sort(key=lambda job: job[1].stat().st_size, reverse=True)  # a large file at the end would keep one worker busy
-    settings = _Settings(folder, text_field, max_bad_documents + LISTED_BEYOND)
+    settings = _Settings(folders, text_field, validation_fraction, max_bad_documents + LISTED_BEYOND)
     bad_count = len(_bad_documents(done))
 
     def report(count: int) -> None:
@@ -78,9 +89,9 @@ def tokenise_files(
         run = _run_workers(jobs, settings, tokenizer, report, workers)
     try:
         with closing(run):
-            for number, record in run:
-                done[number] = record
-                bad_count += len(record.bad_documents)
+            for number, records in run:
+                done[number] = records
+                bad_count += len(_bad_documents({number: records}))
                 if bad_count > settings.most_bad:
                     raise DamagedInputError((), max_bad_documents, stopped=True)
     except DamagedInputError as error:
@@ -90,11 +101,13 @@ def tokenise_files(
     bad_documents = _bad_documents(done)
     if len(bad_documents) > max_bad_documents:
         raise DamagedInputError(bad_documents, max_bad_documents, stopped=False)
-    return [done[n] for n in range(len(files))]
+    return {split: [done[n][split] for n in range(len(files))] for split in folders}
 
 
-def _bad_documents(records: dict[int, TokenisedFile]) -> list[BadDocument]:
-    return [bad for number in sorted(records) for bad in records[number].bad_documents]
+def _bad_documents(done: dict[int, Records]) -> list[BadDocument]:
+    """File by file and line by line."""
+    by_file = ([bad for record in done[number].values() for bad in record.bad_documents] for number in sorted(done))
+    return [bad for of_file in by_file for bad in sorted(of_file, key=lambda document: document.line)]
 
 
 class _Tokeniser:
@@ -104,14 +117,15 @@ class _Tokeniser:
         self._settings, self._tokenizer, self._on_bytes = settings, tokenizer, on_bytes
         self._encoder = Encoder(tokenizer.tokenizer)
 
-    def run(self, number: int, path: Path) -> TokenisedFile:
+    def run(self, number: int, path: Path) -> Records:
         return tokenise_file(
             path,
-            self._settings.folder,
+            self._settings.folders,
             number,
             tokenizer=self._tokenizer,
             encoder=self._encoder,
             text_field=self._settings.text_field,
+            validation_fraction=self._settings.validation_fraction,
             most_bad=self._settings.most_bad,
             on_bytes=self._on_bytes,
         )
@@ -147,7 +161,7 @@ def _run_workers(
     start = (settings, tokenizer.path, tokenizer.eos, done_bytes, stop)
     pool = ProcessPoolExecutor(min(workers, len(jobs) or 1), context, _start_worker, start)
     waiting = iter(jobs)
-    running: dict[Future[TokenisedFile], int] = {}
+    running: dict[Future[Records], int] = {}
     try:
         while True:
             for number, path in islice(waiting, 2 * workers - len(running)):
@@ -191,7 +205,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenise(number: int, path: Path) -> TokenisedFile:
+def _tokenise(number: int, path: Path) -> Records:
     return _Worker.tokeniser.run(number, path)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,13 +98,21 @@ def test_bytes_depend_on_the_seed_and_not_on_workers_or_the_way_inputs_are_named
     for number in range(4):
         write(f"{number}.jsonl", json_lines([*TEXTS, f"file {number} " * (10 * number + 1)]))
 
-    def run(name: str, inputs: list[str | Path], workers: int = 1, seed: int = 0) -> dict[str, bytes]:
-        prepare(inputs, tokenizer=tokenizer_file, context_length=16, output=tmp_path / name, workers=workers, seed=seed)
+    def run(name: str, inputs: list[str | Path], **options: Any) -> dict[str, bytes]:
+        prepare(inputs, tokenizer=tokenizer_file, context_length=16, output=tmp_path / name, **options)
         return contents(tmp_path / name)
 
     one = run("one", [tmp_path / "in"])
     assert run("two", [f"{tmp_path}/in/[31].jsonl", tmp_path / "in"], workers=2) == one
     assert run("three", [tmp_path / "in"], workers=3) == one
+    halves = []
+    for workers in (1, 3):
+        held_out = tmp_path / f"held-out-{workers}"
+        half = run(
+            f"half-{workers}", [tmp_path / "in"], workers=workers, validation_fraction=0.4, validation_output=held_out
+        )
+        halves.append((half, contents(held_out)))
+    assert halves[0] == halves[1]
     other = run("other", [tmp_path / "in"], seed=1)
     assert other["shard-00000.npy"] != one["shard-00000.npy"]
     assert sorted(stored(tmp_path / "other").tolist()) == sorted(stored(tmp_path / "one").tolist())

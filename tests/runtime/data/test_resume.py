@@ -42,6 +42,11 @@ def arguments(write: Write, tmp_path: Path, tokenizer_file: Path) -> dict[str, A
     }
 
 
+def outputs(folder: Path, name: str) -> dict[str, Path]:
+    """The two folders of a run with a validation split."""
+    return {"output": folder / name, "validation_output": folder / f"{name}-validation"}
+
+
 def in_child(function: Callable[[], object]) -> int:
     """Runs `function` in a fork of this process; returns the exit code, negative for a signal."""
     child = os.fork()
@@ -100,6 +105,62 @@ def test_killed_before_any_step_it_continues_to_the_same_bytes(
         shutil.rmtree(tmp_path / "out")
     assert change > 50
     assert killed_after_commit  # the last kill came between the rename and the end
+
+
+@pytest.mark.parametrize("stride", [41, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_split_killed_before_any_step_continues_to_the_same_bytes_of_both(
+    arguments: dict[str, Any], tmp_path: Path, stride: int
+) -> None:
+    arguments |= {"validation_fraction": 0.4}
+    prepare(**(arguments | outputs(tmp_path, "whole")))
+    whole = [contents(folder) for folder in outputs(tmp_path, "whole").values()]
+    change = 1 - stride
+    while True:
+        change += stride
+
+        def run(change: int = change) -> None:
+            kill_at(change)
+            prepare(**(arguments | outputs(tmp_path, "out")))
+
+        code = in_child(run)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        assert not (tmp_path / "out").exists() or (tmp_path / "out-validation").exists()
+        prepare(**(arguments | outputs(tmp_path, "out")))
+        assert [contents(folder) for folder in outputs(tmp_path, "out").values()] == whole
+        assert not list(tmp_path.glob(".*"))
+        for folder in outputs(tmp_path, "out").values():
+            shutil.rmtree(folder)
+    assert change > 100
+
+
+def test_a_split_stopped_between_its_two_folders_needs_no_tokens_again(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments |= {"validation_fraction": 0.4}
+    prepare(**(arguments | outputs(tmp_path, "whole")))
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(**(arguments | outputs(tmp_path, "out")))
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == [PARTIAL, "out-validation"]
+    stages: dict[str, int] = {}  # and how many calls
+    prepare(
+        **(arguments | outputs(tmp_path, "out")),
+        progress=lambda stage, done, total: stages.update({stage: stages.get(stage, 0) + 1}),
+    )
+    assert stages["tokenising"] == 3  # nothing, then a finished file and another
+    for folder, expected in zip(outputs(tmp_path, "out").values(), outputs(tmp_path, "whole").values(), strict=True):
+        assert contents(folder) == contents(expected)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_token_file_that_was_altered_since_is_written_again(arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -48,16 +48,18 @@ def run(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> TokenisedFile:
     tokenizer = TextTokenizer.load(tokenizer_file)
-    return tokenise_file(
+    records = tokenise_file(
         path,
-        folder,
+        {"training": folder},
         7,
         tokenizer=tokenizer,
         encoder=encoder or Encoder(tokenizer.tokenizer),
         text_field="text",
+        validation_fraction=0.0,
         most_bad=most_bad,
         on_bytes=on_bytes,
     )
+    return records["training"]
 
 
 def ids_in(folder: Path) -> list[int]:

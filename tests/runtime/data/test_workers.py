@@ -30,15 +30,17 @@ def run(
     max_bad: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[TokenisedFile]:
-    return workers.tokenise_files(
+    records = workers.tokenise_files(
         files,
-        folder,
+        {"training": folder},
         tokenizer=TextTokenizer.load(tokenizer_file),
         text_field="text",
+        validation_fraction=0.0,
         workers=count,
         max_bad_documents=max_bad,
         progress=progress,
     )
+    return records["training"]
 
 
 @pytest.fixture
