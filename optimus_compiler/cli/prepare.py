@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from optimus_compiler.runtime.data.manifest import Manifest
 
 
 def prepare(
@@ -41,6 +44,13 @@ def prepare(
         ),
     ] = None,
     max_bad_documents: Annotated[int, typer.Option(help="Damaged documents to leave out; more end the run.")] = 0,
+    validation_fraction: Annotated[
+        float | None,
+        typer.Option(help="Hold out about this share of the documents, by a hash of their text, in a second folder."),
+    ] = None,
+    validation_output: Annotated[
+        Path | None, typer.Option(help="That folder, for data.validation_path.  [default: OUTPUT-validation]")
+    ] = None,
     verify: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check every byte and count of a prepared folder instead.")
     ] = None,
@@ -57,6 +67,7 @@ def prepare(
     Example:
       optimus prepare corpus/*.json.gz --tokenizer tokenizer.json --context-length 2048 --output data
       optimus prepare corpus --tokenizer tokenizer.json --context-length 512 --output data --weight '*/wiki/*=2'
+      optimus prepare corpus --tokenizer tokenizer.json --context-length 512 --output data --validation-fraction 0.01
       optimus prepare --verify data
       optimus prepare --stats data
     """
@@ -88,6 +99,8 @@ def prepare(
             documents=documents,
             weights=_weights(weight or []),
             max_bad_documents=max_bad_documents,
+            validation_fraction=validation_fraction,
+            validation_output=validation_output,
         )
 
 
@@ -106,14 +119,39 @@ def _weights(options: list[str]) -> dict[str, float]:
     return weights
 
 
-def _prepare(inputs: list[str], *, output: Path, **options: Any) -> None:
+def _prepare(
+    inputs: list[str],
+    *,
+    output: Path,
+    validation_fraction: float | None,
+    validation_output: Path | None,
+    **options: Any,
+) -> None:
     from optimus_compiler.cli.stages import StageProgress
-    from optimus_compiler.runtime.data.errors import counted
-    from optimus_compiler.runtime.data.manifest import BAD_DOCUMENTS
+    from optimus_compiler.runtime.data.manifest import Manifest
     from optimus_compiler.runtime.data.prepare import prepare as prepare_data
 
+    if validation_fraction is not None and validation_output is None:
+        validation_output = Path(f"{output}-validation")
     with StageProgress() as progress:
-        manifest = prepare_data(inputs, output=output, progress=progress.show, report=progress.say, **options)
+        manifest = prepare_data(
+            inputs,
+            output=output,
+            validation_fraction=validation_fraction,
+            validation_output=validation_output,
+            progress=progress.show,
+            report=progress.say,
+            **options,
+        )
+    _describe(output, manifest)
+    if validation_output is not None:
+        _describe(validation_output, Manifest.read(validation_output))
+
+
+def _describe(output: Path, manifest: Manifest) -> None:
+    from optimus_compiler.runtime.data.errors import counted
+    from optimus_compiler.runtime.data.manifest import BAD_DOCUMENTS
+
     counts = manifest.counts
     if counts.bad_documents:
         print(f"{counted(counts.bad_documents, 'bad document')} left out, listed in {output / BAD_DOCUMENTS}")

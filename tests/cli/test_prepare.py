@@ -52,6 +52,62 @@ def test_prepare_verify_stats(optimus: Run, needed: list[object], tmp_path: Path
     assert "wiki.jsonl     1.5" in out
 
 
+def test_a_validation_split_is_a_second_folder(optimus: Run, needed: list[object], tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"sentence {number}, said again and again. " * 3}) for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n{bad\n")
+    command = ["prepare", tmp_path / "a.jsonl", *needed, "--validation-fraction", 0.2, "--max-bad-documents", 1]
+    code, out, err = optimus(*command)
+    assert (code, err) == (0, "")
+    data, validation = tmp_path / "data", tmp_path / "data-validation"
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (data, validation)]
+    assert [(m["split"], m["validation_fraction"]) for m in manifests] == [("training", 0.2), ("validation", 0.2)]
+    training_documents, validation_documents = (m["counts"]["documents"] for m in manifests)
+    assert training_documents + validation_documents == 40
+    assert 2 <= validation_documents <= 16
+    reported, bad, of_training, of_validation = out.splitlines()
+    assert reported.startswith("40 documents read: ")
+    assert bad == f"1 bad document left out, listed in {data / 'bad_documents.jsonl'}"
+    assert of_training.startswith(f"{data}: {training_documents} documents, ")
+    assert of_validation.startswith(f"{validation}: {validation_documents} documents, ")
+    for folder in (data, validation):
+        assert optimus("prepare", "--verify", folder) == (0, f"{folder}: no fault found\n", "")
+    code, out, _ = optimus(*command)
+    assert (code, out.count("nothing to do")) == (0, 2)
+
+    code, out, err = optimus(*command, "--validation-output", tmp_path / "held-out", "--output", tmp_path / "other")
+    assert (code, err) == (0, "")
+    assert (tmp_path / "held-out" / "manifest.json").read_text() == (validation / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--validation-output", "held-out"], "validation fraction and validation output belong together: give both"),
+        (["--validation-fraction", 1], "validation fraction 1.0 is not possible: give a number between 0 and 1"),
+        (["--validation-fraction", 0], "validation fraction 0.0 is not possible: give a number between 0 and 1"),
+        (
+            ["--validation-fraction", 0.001],
+            "documents for validation hold 0 tokens in 1 file, of which tails and weights",
+        ),
+    ],
+)
+def test_a_split_that_is_none_is_refused_in_one_line(
+    optimus: Run,
+    needed: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[object],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(f"{LINE}\n")
+    before = sorted(tmp_path.iterdir())
+    code, _, err = optimus("prepare", "a.jsonl", *needed, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert sentence in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_verify_lists_every_fault_and_exits_2(optimus: Run, needed: list[object], tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f"{LINE}\n" * 3)
     assert optimus("prepare", tmp_path / "a.jsonl", *needed, "--shard-tokens", 64)[0] == 0
