@@ -77,14 +77,14 @@ def demo(
     _make_folder(output)
 
     _heading("Text: the sources of Python's standard library")
-    texts = list(_standard_library())
+    texts = list(standard_library())
     corpus = output / "stdlib.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     print(f"{corpus}: {len(texts):,} files, {sum(map(len, texts)) / 1e6:.1f} M characters")
 
     _heading(f"Tokenizer: byte-level BPE with {VOCABULARY:,} tokens")
     tokenizer = output / "tokenizer.json"
-    _train_tokenizer(texts, tokenizer)
+    train_tokenizer(texts, tokenizer)
     print(tokenizer)
 
     _heading(f"optimus prepare: tokens, shuffled sequences of {CONTEXT_LENGTH}")
@@ -138,7 +138,7 @@ def _make_folder(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
 
-def _standard_library() -> Iterable[str]:
+def standard_library() -> Iterable[str]:
     """The text of every .py file of the running Python's standard library, without its tests, in a fixed order."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(file for file in folder.rglob("*.py") if not OTHER_CODE & set(file.relative_to(folder).parts))
@@ -148,7 +148,7 @@ def _standard_library() -> Iterable[str]:
         yield file.read_text(encoding="utf-8", errors="replace")
 
 
-def _train_tokenizer(texts: list[str], output: Path) -> None:
+def train_tokenizer(texts: list[str], output: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     stride = max(1, sum(map(len, texts)) // SAMPLE_BYTES)

