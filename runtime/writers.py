@@ -1,18 +1,20 @@
 """The records of a run to TensorBoard and W&B too, as log.tensorboard and log.wandb ask; metrics.jsonl has them anyway.
 
-A writer that cannot be started, or fails, is left out from there on: training goes on without it.
+A writer that does not start, fails or falls behind is left out from there on: training goes on without it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from queue import Full, Queue
+from threading import Thread
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 from optimus_compiler.config import ConfigError, LogSection, tables
 from optimus_compiler.runtime.files import whole_file
@@ -22,16 +24,18 @@ if TYPE_CHECKING:
     from optimus_compiler.runtime.run import Run
 
 WANDB_ID = "wandb-id"  # in the run directory: the W&B run that every start of it continues
-# Seconds for a W&B server that does not answer; what it lacks then stays on the disk, for `wandb sync`. While it ends
-# all ranks wait: for less time than the supervisor calls a hang (its LEAST_PATIENCE).
-START_TIMEOUT, FINISH_TIMEOUT = 30, 20
+BACKLOG = 10_000  # records that a writer may be behind
+END_PATIENCE = 20  # seconds for what is left when a run ends: fewer than the supervisor calls a hang (LEAST_PATIENCE)
+
+Queued: TypeAlias = tuple[int, str, dict[str, float]] | None  # step, "train" or "eval", values; None: there are no more
+Backlog: TypeAlias = "Queue[Queued]"
 
 
 class Writer(Protocol):
     """Where records go besides the run's own files."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Takes what was measured after a step, without waiting for a disk or a network."""
+        """Takes what was measured after a step."""
 
     def close(self, *, failed: bool) -> None:
         """Writes what is left. failed: the run ended with an error."""
@@ -46,15 +50,15 @@ class TensorBoardWriter:
         # purge_step: what an earlier start has written of the steps that are now done again is not shown.
         # A second between flushes: a killed process loses little.
         folder = str(run.directory / "tensorboard")
-        self._events = SummaryWriter(folder, purge_step=run.steps_done + 1, max_queue=1000, flush_secs=1)
+        self._events = SummaryWriter(folder, purge_step=run.steps_done + 1, flush_secs=1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Queues the values for a thread that writes them."""
+        """Hands the values to TensorBoard's thread."""
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        """Writes what is queued."""
+        """Writes what that thread still has."""
         self._events.close()
 
 
@@ -74,9 +78,8 @@ class WandbWriter:
             allow_val_change=True,  # the number of steps, say, in a later start
             settings=wandb.Settings(
                 console="off",  # the progress line stays as it is
-                init_timeout=START_TIMEOUT,
-                login_timeout=START_TIMEOUT,
-                finish_timeout=FINISH_TIMEOUT,
+                login_timeout=30,  # seconds for an answer, where W&B asks for a key
+                finish_timeout=END_PATIENCE - 5,  # what the server lacks then is on the disk, for `wandb sync`
             ),
         )
         # W&B's own step only rises, and drops what is logged below it: steps that are done again after a restart
@@ -89,7 +92,7 @@ class WandbWriter:
         self._run.log({"step": step, **values})
 
     def close(self, *, failed: bool) -> None:
-        """Waits, for a while, until W&B's process has sent everything."""
+        """Waits, for a while, until that process has sent everything."""
         import wandb
 
         self._run.finish(exit_code=int(failed))
@@ -100,47 +103,63 @@ _WRITERS: dict[str, Callable[[Run], Writer]] = {"tensorboard": TensorBoardWriter
 
 
 class Writers:
-    """The writers that [log] asks for, on rank 0. A context manager; `say` is told once of each that fails."""
+    """The writers that [log] asks for, on rank 0. A context manager; `say` is told once of each that fails.
+
+    Each has a thread of its own: training waits for none of them until it ends, and then not for long.
+    """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run = run
         self._say = say
-        self._open: dict[str, Writer] = {}
+        self._failed = False  # the run
+        self._backlogs: dict[str, Backlog] = {}
+        self._threads: dict[str, Thread] = {}
 
     def __enter__(self) -> Self:
-        wanted = _wanted(self._run.config.log) if self._run.mesh.rank == 0 else []
-        for key in wanted:
-            with self._telling(key):
-                self._open[key] = _WRITERS[key](self._run)
+        for key in _wanted(self._run.config.log) if self._run.mesh.rank == 0 else ():
+            self._backlogs[key] = Queue(BACKLOG)
+            self._threads[key] = Thread(target=self._serve, args=(key, self._backlogs[key]), name=key, daemon=True)
+            self._threads[key].start()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        for key, writer in list(self._open.items()):
-            with self._telling(key):
-                writer.close(failed=error is not None)
+        self._failed = error is not None
+        self._put(None)
+        deadline = time.monotonic() + END_PATIENCE
+        for key in list(self._backlogs):
+            self._threads[key].join(deadline - time.monotonic())
+            if self._threads[key].is_alive():
+                self._leave(key, f"it is not done after {END_PATIENCE} s")
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is done: its metrics go out as train/loss and so on."""
-        self._write(metrics.step, "train", _numbers(metrics))
+        self._put((metrics.step, "train", _numbers(metrics)))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """An evaluation is done: it goes out as eval/validation_loss, eval/arc_easy and so on."""
-        self._write(evaluation.step, "eval", _numbers(evaluation) | evaluation.tasks)
+        self._put((evaluation.step, "eval", _numbers(evaluation) | evaluation.tasks))
 
-    def _write(self, step: int, group: str, values: dict[str, float]) -> None:
-        for key, writer in list(self._open.items()):
-            with self._telling(key):
-                writer.write(step, {f"{group}/{name}": value for name, value in values.items()})
+    def _put(self, record: Queued) -> None:
+        for key, backlog in list(self._backlogs.items()):
+            try:
+                backlog.put_nowait(record)
+            except Full:
+                self._leave(key, f"it is {BACKLOG:,} records behind")
 
-    @contextmanager
-    def _telling(self, key: str) -> Iterator[None]:
-        """A block whose failure ends the writer, and not the run."""
+    def _serve(self, key: str, backlog: Backlog) -> None:
+        """The life of a writer, in its thread."""
         try:
-            yield
+            writer = _WRITERS[key](self._run)
+            while (record := backlog.get()) is not None:
+                step, group, values = record
+                writer.write(step, {f"{group}/{name}": value for name, value in values.items()})
+            writer.close(failed=self._failed)
         except Exception as error:
-            self._open.pop(key, None)
-            fault = " ".join(f"{type(error).__name__}: {error}".split())
-            self._say(f"log.{key} writes no more: {fault}; training goes on, and {METRICS} has every step")
+            self._leave(key, f"{type(error).__name__}: {error}")
+
+    def _leave(self, key: str, fault: str) -> None:
+        if self._backlogs.pop(key, None) is not None:
+            self._say(f"log.{key} gets no more: {' '.join(fault.split())}; {METRICS} has every step")
 
 
 def check_packages(log: LogSection) -> None:

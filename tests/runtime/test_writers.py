@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from optimus_compiler.runtime import writers
 from optimus_compiler.runtime.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics
 from optimus_compiler.runtime.run import Run, open_run
 from optimus_compiler.runtime.trainer import RunFailedError, train
-from optimus_compiler.runtime.writers import TensorBoardWriter, Writers
+from optimus_compiler.runtime.writers import TensorBoardWriter, WandbWriter, Writers
 from tests.runtime.test_metrics import STEP
 
 BOTH = ("log.tensorboard=true", "log.wandb=true")
@@ -160,22 +161,17 @@ def test_writer_that_fails_is_told_once_and_left_out(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write = TensorBoardWriter.write
 
-    def full(writer: TensorBoardWriter, step: int, values: dict[str, float]) -> None:
-        if step > 1:
-            raise OSError(28, "No space left on device")
-        write(writer, step, values)
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space\n left on device")
 
     monkeypatch.setattr(TensorBoardWriter, "write", full)
     said: list[str] = []
     with Writers(open_tiny(tiny, tmp_path / "run", *BOTH), said.append) as open_writers:
         for step in range(1, 5):
             open_writers.step(replace(STEP, step=step))
-    assert said == [
-        "log.tensorboard writes no more: OSError: [Errno 28] No space left on device; training goes on, and "
-        "metrics.jsonl has every step"
-    ]
+    sentence = "log.tensorboard gets no more: OSError: [Errno 28] No space left on device; metrics.jsonl has every step"
+    assert said == [sentence]
     (path,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
     assert [row["step"] for row in history(read_wandb(path))] == [1, 2, 3, 4]
 
@@ -183,20 +179,46 @@ def test_writer_that_fails_is_told_once_and_left_out(
 def test_writer_that_does_not_start_or_end_is_told_too(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(*arguments: object) -> None:
-        raise ConnectionError("no such host:\n  api.example")
+    def fail(*arguments: object, **settings: object) -> None:
+        raise ConnectionError("no such host")
 
-    def torn(*arguments: object, failed: bool) -> None:
-        raise OSError("stale file handle")
-
-    monkeypatch.setattr(writers.WandbWriter, "__init__", unreachable)
-    monkeypatch.setattr(TensorBoardWriter, "close", torn)
+    monkeypatch.setattr(WandbWriter, "__init__", fail)
+    monkeypatch.setattr(TensorBoardWriter, "close", fail)
     said: list[str] = []
     with Writers(open_tiny(tiny, tmp_path / "run", *BOTH), said.append) as open_writers:
         open_writers.step(STEP)
-    assert [sentence.partition(";")[0] for sentence in said] == [
-        "log.wandb writes no more: ConnectionError: no such host: api.example",
-        "log.tensorboard writes no more: OSError: stale file handle",
+    assert sorted(said) == [
+        f"log.{key} gets no more: ConnectionError: no such host; metrics.jsonl has every step"
+        for key in ("tensorboard", "wandb")
+    ]
+
+
+def test_writer_that_hangs_keeps_nobody(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    awake, asleep = Event(), Event()
+
+    def hang(*arguments: object) -> None:
+        asleep.set()
+        awake.wait()
+
+    monkeypatch.setattr(TensorBoardWriter, "write", hang)
+    monkeypatch.setattr(writers, "BACKLOG", 2)
+    monkeypatch.setattr(writers, "END_PATIENCE", 0.1)
+    said: list[str] = []
+    run = open_tiny(tiny, tmp_path / "run", "log.tensorboard=true")
+    try:
+        with Writers(run, said.append) as open_writers:
+            open_writers.step(STEP)
+        with Writers(run, said.append) as open_writers:
+            asleep.clear()
+            open_writers.step(STEP)
+            asleep.wait()
+            for _ in range(4):  # two wait, the third does not find room
+                open_writers.step(STEP)
+    finally:
+        awake.set()
+    assert said == [
+        "log.tensorboard gets no more: it is not done after 0.1 s; metrics.jsonl has every step",
+        "log.tensorboard gets no more: it is 2 records behind; metrics.jsonl has every step",
     ]
 
 
