@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 WANDB_ID = "wandb-id"  # in the run directory: the W&B run that every start of it continues
 BACKLOG = 10_000  # records that a writer may be behind
 END_PATIENCE = 20  # seconds for what is left when a run ends: fewer than the supervisor calls a hang (LEAST_PATIENCE)
+WANDB_PATIENCE = 15  # seconds for a W&B server that does not answer
 
 Queued: TypeAlias = tuple[int, str, dict[str, float]] | None  # step, "train" or "eval", values; None: there are no more
 Backlog: TypeAlias = "Queue[Queued]"
@@ -78,8 +79,9 @@ class WandbWriter:
             allow_val_change=True,  # the number of steps, say, in a later start
             settings=wandb.Settings(
                 console="off",  # the progress line stays as it is
-                login_timeout=30,  # seconds for an answer, where W&B asks for a key
-                finish_timeout=END_PATIENCE - 5,  # what the server lacks then is on the disk, for `wandb sync`
+                login_timeout=60,  # seconds for an answer, where W&B asks for a key
+                init_timeout=WANDB_PATIENCE,
+                finish_timeout=WANDB_PATIENCE,  # what the server lacks then is on the disk, for `wandb sync`
             ),
         )
         # W&B's own step only rises, and drops what is logged below it: steps that are done again after a restart
