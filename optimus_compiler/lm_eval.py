@@ -63,7 +63,7 @@ class OptimusLM(TemplateLM):
         return self._subject.tokenize(string)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_lm_evals_own: Any
     ) -> list[tuple[float, bool]]:
         rows = [row_of(context, continuation, self.max_length) for _, context, continuation in requests]
         found = score(self._model, rows)

@@ -145,7 +145,7 @@ def test_rolling_likelihood_is_the_sum_over_all_tokens(subject: Subject, olmoe_f
         read = ids[start : first + len(window) - 1]
         log_probs = subject.model.module(torch.tensor([read])).logits[0].log_softmax(-1)[-len(window) :]
         expected += sum(log_probs[i, token].item() for i, token in enumerate(window))
-    (found,) = OptimusLM(str(olmoe_folder)).loglikelihood_rolling([Asked(text)])  # type: ignore[list-item]
+    (found,) = OptimusLM(str(olmoe_folder)).loglikelihood_rolling([Asked(text)])
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -158,12 +158,12 @@ def test_generation_takes_the_likeliest_tokens_until_a_stop(subject: Subject, ol
         ids.append(int(subject.model.module(torch.tensor([ids])).logits[0, -1].argmax()))
     new = subject.detokenize(ids[len(subject.tokenize("the cat")) :])
     settings = {"until": [], "max_gen_toks": 12, "do_sample": False}
-    assert model.generate_until([Asked("the cat", settings)]) == [new]  # type: ignore[list-item]
+    assert model.generate_until([Asked("the cat", settings)]) == [new]
     stop = new[3:5]
-    cut = model.generate_until([Asked("the cat", settings | {"until": ["never", stop]})])  # type: ignore[list-item]
+    cut = model.generate_until([Asked("the cat", settings | {"until": ["never", stop]})])
     assert cut == [new[: new.index(stop)]]
     with pytest.raises(ValueError, match="set do_sample=False"):
-        model.generate_until([Asked("the cat", {"do_sample": True, "temperature": 0.7})])  # type: ignore[list-item]
+        model.generate_until([Asked("the cat", {"do_sample": True, "temperature": 0.7})])
 
 
 def test_equal_choices_count_as_the_first() -> None:
