@@ -18,11 +18,11 @@ from matplotlib.axes import Axes
 
 from bench.studies.corpus import CONTEXT_LENGTH
 from bench.studies.options import Options, parse_options
-from bench.studies.results import Curve, keep_study
+from bench.studies.results import Curve, keep_study, validation_curve
 from bench.studies.trainings import Training, configuration, train_all
 from bench.tables import machine
 from optimus_compiler.models import parameter_count
-from optimus_compiler.runtime.metrics import flops_per_token, read_evaluations
+from optimus_compiler.runtime.metrics import flops_per_token
 
 STEPS, SEEDS = 488, (0, 1, 2)  # 2 M tokens
 COMMON: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -45,8 +45,7 @@ def study(options: Options) -> None:
     train_all(list(trainings.values()))
 
     curves: dict[str, Curve] = {
-        f"{kind}, seed {seed}": [(each.tokens, each.validation_loss or 0.0) for each in read_evaluations(t.directory)]
-        for (kind, seed), t in trainings.items()
+        f"{kind}, seed {seed}": validation_curve(training.directory) for (kind, seed), training in trainings.items()
     }
     per_token = {kind: flops_per_token(trainings[kind, SEEDS[0]].model, CONTEXT_LENGTH) for kind in MODELS}
     dense_ends = [curves[f"dense, seed {seed}"][-1] for seed in SEEDS]

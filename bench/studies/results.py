@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bench.tables import Rows, keep, show
+from optimus_compiler.runtime.metrics import read_evaluations
 
 Curve = Sequence[tuple[float, float]]  # points (x, y)
 
@@ -40,3 +41,8 @@ def keep_study(
         axes.grid(alpha=0.3)
     FigureCanvasAgg(figure).print_png(str(folder / f"{name}.png"))
     print(f"{path}, {path.with_suffix('.png')}")
+
+
+def validation_curve(run: Path) -> Curve:
+    """(tokens seen in training, loss on held-out text) of each evaluation of a run."""
+    return [(each.tokens, each.validation_loss) for each in read_evaluations(run) if each.validation_loss is not None]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ MICRO_BATCH = 16  # sequences; with those of CONTEXT_LENGTH a step of one micro-
 
 @dataclass(frozen=True)
 class Training:
-    """A run directory, its configuration, and how it is started: by what, with how many processes."""
+    """A run directory and its configuration. Started by torchrun for several processes, or by `optimus launch`."""
 
     directory: Path
     config: Config
-    launcher: Sequence[str] = ()  # arguments of `optimus launch` instead of `optimus pretrain`
-    processes: int = 1
-    arguments: Sequence[str] = field(default=())  # further ones
+    launch: tuple[str, ...] = ()  # arguments of `optimus launch`, if it starts the run
+    pretrain: tuple[str, ...] = ()  # arguments of `optimus pretrain`, if that does
 
     @property
     def model(self) -> ModelConfig:
@@ -54,11 +53,13 @@ class Training:
         file = self.directory.with_suffix(".toml")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(to_toml(self.config), encoding="utf-8")
-        module = ["-m", "optimus_compiler"]
-        if self.processes > 1 and not self.launcher:
-            module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), *module]
-        verb = ["launch", *self.launcher] if self.launcher else ["pretrain"]
-        return [sys.executable, *module, *verb, str(file), "--output", str(self.directory), *self.arguments]
+        what = [str(file), "--output", str(self.directory)]
+        if self.launch:
+            return [sys.executable, "-m", "optimus_compiler", "launch", *what, *self.launch]
+        mesh = self.config.mesh
+        ranks = mesh.pp * mesh.dp * mesh.ep * mesh.tp
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        return [sys.executable, *torchrun, "-m", "optimus_compiler", "pretrain", *what, *self.pretrain]
 
 
 def configuration(options: Options, *, model: dict[str, Any], steps: int, **sections: dict[str, Any]) -> Config:
@@ -82,9 +83,12 @@ def configuration(options: Options, *, model: dict[str, Any], steps: int, **sect
     return Config.model_validate(tables)
 
 
-def train_all(trainings: Sequence[Training], at_once: int = AT_ONCE) -> None:
-    """Finishes the trainings that are not done, `at_once` at a time; raises RuntimeError where one fails."""
-    waiting = [training for training in trainings if not training.is_done()]
+def train_all(trainings: Sequence[Training], at_once: int = AT_ONCE, *, anew: bool = False) -> None:
+    """Finishes the trainings that are not done, `at_once` at a time; raises RuntimeError where one fails.
+
+    anew: starts them in any case, for they go back to an earlier checkpoint.
+    """
+    waiting = [training for training in trainings if anew or not training.is_done()]
     running: list[tuple[Training, subprocess.Popen[bytes]]] = []
     steps = sum(training.config.train.steps for training in trainings)
     with StageProgress() as progress:
