@@ -24,7 +24,7 @@ from bench.tables import machine
 from optimus_compiler.models import parameter_count
 from optimus_compiler.runtime.metrics import flops_per_token
 
-STEPS, SEEDS = 488, (0, 1, 2)  # 2 M tokens
+STEPS, SEEDS = 1220, (0, 1, 2)  # 5 M tokens
 COMMON: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": COMMON | {"name": "olmo-tiny", "intermediate_size": 512},

@@ -74,7 +74,7 @@ def configuration(options: Options, *, model: dict[str, Any], steps: int, **sect
         "data": {"path": str(options.corpus.training), "validation_path": str(options.corpus.validation)},
         "train": {"steps": steps, "micro_batch_size": MICRO_BATCH, "precision": "fp32"},
         "optimizer": {"lr": 2e-3, "min_lr": 2e-4, "warmup_steps": max(1, steps // 20)},
-        "checkpoint": {"every": max(1, steps // 4), "async": True},
+        "checkpoint": {"every": max(1, min(100, steps // 4)), "async": True},
         "log": {"every": 100},
         "eval": {"every": max(1, steps // 10)},
     }
