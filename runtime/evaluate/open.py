@@ -55,17 +55,18 @@ def open_model(
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist: name a checkpoint, a run directory or a Hugging Face folder")
     checkpoint = open_newest(path, mesh, say)
-    if (fault := fault_of(checkpoint, mesh)) is not None:
+    if checkpoint.path == path and (fault := fault_of(checkpoint, mesh)) is not None:  # else it has been read through
         raise CheckpointError(f"{checkpoint.path} is damaged: {fault}: choose another checkpoint")
     values = checkpoint.manifest.model
     with together(mesh):
-        module = _load(from_hf(values), _dtype(values), StoredTensors(checkpoint.path), mesh.device)
         found = tokenizer or tokenizer_of(checkpoint)[0]
         if found is None:
             raise CheckpointError(
                 f"the data that {checkpoint.path} was trained on is not at its data.path: pass --tokenizer FILE"
             )
-        return _subject(module, values, found, mesh, checkpoint.path)
+        words = _tokenizer(found, values, checkpoint.path)
+        module = _load(from_hf(values), _dtype(values), StoredTensors(checkpoint.path), mesh.device)
+        return _subject(module, words, values, mesh, checkpoint.path)
 
 
 def _open_folder(path: Path, mesh: Mesh, tokenizer: Path | None) -> Subject:
@@ -74,29 +75,42 @@ def _open_folder(path: Path, mesh: Mesh, tokenizer: Path | None) -> Subject:
     except ValueError as error:
         raise CheckpointError(f"{path / CONFIG} is not JSON ({error}): write or download it again") from None
     with together(mesh):
-        found = tokenizer or path / TOKENIZER
-        if not found.is_file():
-            raise CheckpointError(f"{found} does not exist: pass --tokenizer FILE, a tokenizer.json")
+        words = _tokenizer(tokenizer or path / TOKENIZER, values, path)
         if values.get("model_type") not in ("olmo", "olmoe"):
-            return _subject(_transformers_model(path).to(mesh.device), values, found, mesh, path)
+            return _subject(_transformers_model(path).to(mesh.device), words, values, mesh, path)
         config, weights = from_hf(values), HuggingFaceWeights(path)
         weights.check(config)
-        return _subject(_load(config, _dtype(values), weights, mesh.device), values, found, mesh, path)
+        return _subject(_load(config, _dtype(values), weights, mesh.device), words, values, mesh, path)
 
 
-def _subject(module: nn.Module, values: dict[str, Any], file: Path, mesh: Mesh, source: Path) -> Subject:
-    loaded = Tokenizer.from_file(str(file))
-    eos = values.get("eos_token_id")
-    eos_id = eos[0] if isinstance(eos, list) else eos
-    if eos_id is None:
-        raise CheckpointError(f"{source} names no eos_token_id in its configuration: add it")
-    if loaded.get_vocab_size() > values.get("vocab_size", loaded.get_vocab_size()):
+def _tokenizer(file: Path, values: dict[str, Any], source: Path) -> Tokenizer:
+    """The tokenizer in a file, whose tokens the model must know."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist: pass --tokenizer FILE, a tokenizer.json")
+    try:
+        loaded = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise CheckpointError(f"{file} is not a tokenizer ({error}): pass --tokenizer FILE") from None
+    size, vocabulary = loaded.get_vocab_size(), values.get("vocab_size")
+    if vocabulary is not None and size > vocabulary:
         raise CheckpointError(
-            f"{file} has {loaded.get_vocab_size()} tokens and the model of {source} a vocabulary of "
-            f"{values['vocab_size']}: pass --tokenizer FILE, the model's own"
+            f"{file} has {size} tokens and the model of {source} a vocabulary of {vocabulary}: pass --tokenizer FILE, "
+            "the model's own"
         )
-    model = PlainModel(module.eval(), mesh, values.get("max_position_embeddings", 2048))
-    return Subject(model, lambda text: loaded.encode(text, add_special_tokens=False).ids, loaded.decode, eos_id, source)
+    if values.get("eos_token_id") is None:
+        raise CheckpointError(f"{source} names no eos_token_id in its configuration: add it")
+    return loaded
+
+
+def _subject(module: nn.Module, words: Tokenizer, values: dict[str, Any], mesh: Mesh, source: Path) -> Subject:
+    eos = values["eos_token_id"]
+    return Subject(
+        PlainModel(module.eval(), mesh, values.get("max_position_embeddings", 2048)),
+        lambda text: words.encode(text, add_special_tokens=False).ids,
+        words.decode,
+        eos[0] if isinstance(eos, list) else eos,
+        source,
+    )
 
 
 def _load(config: ModelConfig, dtype: torch.dtype, source: WeightSource, device: torch.device) -> nn.Module:
