@@ -38,6 +38,10 @@ class Training:
         """The model that is trained."""
         return load_model_config(self.config.model)
 
+    def beside(self, ending: str) -> Path:
+        """The file of this name and ending beside the directory."""
+        return self.directory.with_name(f"{self.directory.name}.{ending}")
+
     def steps_done(self) -> int:
         """Steps in the metrics so far."""
         path = self.directory / METRICS
@@ -50,7 +54,7 @@ class Training:
 
     def command(self) -> list[str]:
         """The command line that begins it, or goes on with it."""
-        file = self.directory.with_suffix(".toml")
+        file = self.beside("toml")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(to_toml(self.config), encoding="utf-8")
         what = [str(file), "--output", str(self.directory)]
@@ -106,14 +110,14 @@ def train_all(trainings: Sequence[Training], at_once: int = AT_ONCE, *, anew: bo
 
 def _start(training: Training) -> subprocess.Popen[bytes]:
     command = training.command()
-    with open(training.directory.with_suffix(".log"), "ab") as log:
+    with open(training.beside("log"), "ab") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 def _check(training: Training, process: subprocess.Popen[bytes]) -> None:
     if process.returncode or not training.is_done():
-        log = training.directory.with_suffix(".log")
+        log = training.beside("log")
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         raise RuntimeError(f"{training.directory} stopped: {''.join(last)} (all of it: {log})")
 
