@@ -1,4 +1,4 @@
-"""Writes the tables that `make bench` kept in bench/results/ into README.md, as Markdown.
+"""Writes the tables that `make bench` and the studies kept in bench/results/ into README.md and docs/, as Markdown.
 
 python -m bench.report
 
@@ -32,6 +32,11 @@ def filled(text: str, results: Path) -> str:
     return BLOCK.sub(table, text)
 
 
+def pages() -> list[Path]:
+    """Where tables are shown."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(), ROOT / "bench" / "results"))
+    for page in pages():
+        page.write_text(filled(page.read_text(), ROOT / "bench" / "results"))
