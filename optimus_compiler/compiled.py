@@ -266,25 +266,28 @@ class CompiledModel(nn.Module):
         with rows of its own, or none ([0, S]).
         """
         micro_batches = self._divide({"input_ids": input_ids, "labels": targets, **inputs})
-        logits: list[Tensor] = []  # of each micro-batch, where the last stage is
+        found: list[Tensor] = []  # [2, rows] of each micro-batch, where the last stage is
+
+        def read(logits_BSV: Tensor) -> None:
+            targets_BS = micro_batches[len(found)]["labels"].to(self.device)
+            rows, length = targets_BS.shape
+            sums_B, likeliest_B = row_log_likelihoods(logits_BSV[:rows, :length], targets_BS)
+            found.append(torch.stack([sums_B, likeliest_B.float()]))
+
         if self._pipeline is None:
-            logits += [self._executor.run(self.pad(each), ("logits",))["logits"] for each in micro_batches]
+            for micro_batch in micro_batches:
+                read(self._executor.run(self.pad(micro_batch), ("logits",))["logits"])
         else:
 
             def run_stage(stage: int, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
                 out, onward = self._executor.run_stage(stage, values, ("loss", "logits"))
-                logits.extend(value for role, value in out.items() if role == "logits")
+                if "logits" in out:
+                    read(out["logits"])
                 return out, onward
 
             self._pipeline.step(self._padded(micro_batches), run_stage, train=False)
-        found = torch.zeros(2, len(input_ids), device=self.device)
-        for index, logits_BSV in enumerate(logits):
-            targets_BS = micro_batches[index]["labels"].to(self.device)
-            rows, length = targets_BS.shape
-            first = index * self.program.micro_batch_size
-            sums_B, likeliest_B = row_log_likelihoods(logits_BSV[:rows, :length], targets_BS)
-            found[:, first : first + rows] = torch.stack([sums_B, likeliest_B.float()])
-        sums, likeliest = all_reduce(found, self.program.mesh.group("pp"))
+        here = torch.cat(found, dim=1) if found else torch.zeros(2, len(input_ids), device=self.device)
+        sums, likeliest = all_reduce(here, self.program.mesh.group("pp"))
         return sums, likeliest.bool()
 
     def _divide(self, inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -30,6 +30,7 @@ from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFol
 from optimus_compiler.runtime.checkpoint.manifest import MANIFEST, CheckpointError
 from optimus_compiler.runtime.collectives import together
 from optimus_compiler.runtime.data.dataset import PreparedData
+from optimus_compiler.runtime.evaluate.encode import encoder, refuse_long
 from optimus_compiler.runtime.evaluate.tasks import Task, load_tasks
 from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.initial_weights import check_initial_weights
@@ -98,7 +99,7 @@ def open_run(
         resolved = resolve(config, context_length=data.context_length)
         _check_data(resolved, model_config, data)
         validation = _validation_data(resolved, data, mesh)
-        tasks = tuple(load_tasks(resolved.eval.tasks, resolved.eval.limit))
+        tasks = _tasks(resolved, data)
     folder = CheckpointFolder(directory)
     start = find_newest(folder, mesh, say) if start_from is None else open_whole(folder, start_from, mesh)
     run = Run(resolved, model_config, data, directory, mesh, folder, start, skip_steps, validation, tasks)
@@ -265,6 +266,14 @@ def _check_data(config: ResolvedConfig, model_config: ModelConfig, data: Prepare
             f"{config.model.name} has a vocabulary of {model_config.vocab_size} and {config.data.path} one of "
             f"{data.manifest.vocab_size}: set model.overrides.vocab_size, or prepare with the model's tokenizer"
         )
+
+
+def _tasks(config: ResolvedConfig, data: PreparedData) -> tuple[Task, ...]:
+    """The tasks of [eval], whose every choice the model can read at once."""
+    tasks = tuple(load_tasks(config.eval.tasks, config.eval.limit))
+    if tasks:
+        refuse_long(tasks, encoder(data.tokenizer()), config.train.sequence_length)
+    return tasks
 
 
 def _validation_data(config: ResolvedConfig, data: PreparedData, mesh: Mesh) -> PreparedData | None:

@@ -229,6 +229,7 @@ def _evaluate(
         if run.mesh.rank == 0:
             on_evaluating(what, done, total)
 
+    beacon.phase = "evaluating"  # the first batch compiles what it needs
     evaluation = evaluate_run(run, compiled, progress.step, progress.tokens, show)
     beacon.phase = "training"
     with _lines_file(run, EVALUATIONS) as file:

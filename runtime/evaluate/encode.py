@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from optimus_compiler.runtime.evaluate.tasks import Request
+from tokenizers import Tokenizer
+
+from optimus_compiler.runtime.evaluate.tasks import Request, Task
 
 Encode = Callable[[str], list[int]]  # text to ids, without special tokens
+
+
+def encoder(tokenizer: Tokenizer) -> Encode:
+    """A tokenizer's ids of running text: no special tokens."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,14 @@ def encode(requests: Sequence[Request], tokenize: Encode, *, eos_id: int, max_le
     Raises ValueError for a continuation without tokens, or longer than `max_length`.
     """
     return [_row(*_divide(request, tokenize, eos_id), request, max_length) for request in requests]
+
+
+def refuse_long(tasks: Sequence[Task], tokenize: Encode, max_length: int) -> None:
+    """Raises the ValueError that `encode` will, without encoding more than what may be too long."""
+    for task in tasks:
+        for request in (request for question in task.questions for request in question.requests):
+            if len(request.continuation.encode()) > max_length:  # a token has one byte at least
+                encode([request], tokenize, eos_id=-1, max_length=max_length)
 
 
 def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:

@@ -23,7 +23,7 @@ from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
 from optimus_compiler.runtime.checkpoint.shards import Box, PartOfParameter
 from optimus_compiler.runtime.checkpoint.tokenizer import tokenizer_of
 from optimus_compiler.runtime.collectives import together
-from optimus_compiler.runtime.evaluate.encode import Encode
+from optimus_compiler.runtime.evaluate.encode import Encode, encoder
 from optimus_compiler.runtime.evaluate.models import PlainModel
 from optimus_compiler.runtime.kernels import moe
 
@@ -106,7 +106,7 @@ def _subject(module: nn.Module, words: Tokenizer, values: dict[str, Any], mesh: 
     eos = values["eos_token_id"]
     return Subject(
         PlainModel(module.eval(), mesh, values.get("max_position_embeddings", 2048)),
-        lambda text: words.encode(text, add_special_tokens=False).ids,
+        encoder(words),
         words.decode,
         eos[0] if isinstance(eos, list) else eos,
         source,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from optimus_compiler.compiled import CompiledModel
 from optimus_compiler.runtime.evaluate.accuracy import average, evaluate
+from optimus_compiler.runtime.evaluate.encode import encoder
 from optimus_compiler.runtime.evaluate.models import TrainedModel
 from optimus_compiler.runtime.evaluate.validation import validation_loss
 from optimus_compiler.runtime.metrics import Evaluation
@@ -35,11 +36,10 @@ def evaluate_run(run: Run, compiled: CompiledModel, step: int, tokens: int, prog
         )
     accuracies: dict[str, float] = {}
     if run.tasks:
-        tokenizer = run.data.tokenizer()
         results = evaluate(
             TrainedModel(compiled),
             run.tasks,
-            lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+            encoder(run.data.tokenizer()),
             eos_id=run.data.manifest.eos_id,
             progress=progress,
         )

@@ -19,7 +19,7 @@ from optimus_compiler.runtime.evaluate.tasks import load_tasks
 from optimus_compiler.runtime.metrics import read_evaluations, read_metrics
 from optimus_compiler.runtime.run import Run, open_run
 from optimus_compiler.runtime.trainer import train
-from tests.task_wheel import installed, write_wheel
+from tests.task_wheel import QUESTIONS, installed, write_wheel
 from tests.tiny_run import write_data
 
 HELD_OUT = "def g(y):\n    return y * 7\n" * 29
@@ -87,7 +87,9 @@ def test_a_resumed_run_evaluates_what_is_left(tiny: Path, held_out: Path, tmp_pa
     }.items()
 
 
-def test_validation_data_prepared_otherwise_is_refused(tiny: Path, held_out: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_refused_before_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from optimus_compiler.runtime.data.prepare import prepare
     from tests.tiny_run import write_corpus, write_tokenizer
 
@@ -101,4 +103,7 @@ def test_validation_data_prepared_otherwise_is_refused(tiny: Path, held_out: Pat
         opened(tiny, tmp_path / "run", f"data.validation_path={tmp_path / 'other'}", "eval.every=2")
     with pytest.raises(ValueError, match=r"'piqua' is not a task: did you mean piqa"):
         opened(tiny, tmp_path / "run", 'eval.tasks=["piqua"]', "eval.every=2")
+    monkeypatch.setitem(QUESTIONS, "piqa", [(["x"] * 2, [" 1", " return x + 1234567890" * 2], 0)])
+    with installed(write_wheel(tmp_path / "wheel")), pytest.raises(ValueError, match="the model takes 1 to 16"):
+        opened(tiny, tmp_path / "run", 'eval.tasks=["piqa"]', "eval.every=2")
     assert not (tmp_path / "run").exists()
