@@ -44,7 +44,9 @@ def study(options: Options) -> None:
     folder = options.work / "restarts"
     nodes = ("--nodes", "2", "--procs-per-node", "1")
     undisturbed = Training(folder / "undisturbed", config, nodes)
-    disturbed = Training(folder / "failures", config, (*nodes, "--spares", str(FAILURES), *_injections(steps)))
+    faults = injections(steps)
+    spares = ("--spares", str(len(faults)), *(word for fault in faults for word in ("--inject", fault)))
+    disturbed = Training(folder / "failures", config, (*nodes, *spares))
     train_all([undisturbed, disturbed], at_once=1)
     from_weights = folder / "from-weights"
     if not from_weights.is_dir():
@@ -54,7 +56,7 @@ def study(options: Options) -> None:
 
     runs = {
         "undisturbed": read_metrics(undisturbed.directory),
-        f"{FAILURES} failures": read_metrics(disturbed.directory),
+        f"{len(faults)} failures": read_metrics(disturbed.directory),
         "from weights alone": read_metrics(from_weights),
     }
     base = runs["undisturbed"]
@@ -88,13 +90,10 @@ def study(options: Options) -> None:
     )
 
 
-def _injections(steps: int) -> tuple[str, ...]:
-    """The failures, evenly spread, of each kind and each node in turn."""
-    found: list[str] = []
-    for number in range(FAILURES):
-        step = max(2, (number + 1) * steps // (FAILURES + 1))
-        found += ["--inject", f"step={step},rank={number % 2},kind={KINDS[number % len(KINDS)]}"]
-    return tuple(found)
+def injections(steps: int) -> list[str]:
+    """The failures, evenly spread, of each kind and each node in turn; fewer where there are few steps."""
+    at = sorted({max(2, (number + 1) * steps // (FAILURES + 1)) for number in range(FAILURES)})
+    return [f"step={step},rank={number % 2},kind={KINDS[number % len(KINDS)]}" for number, step in enumerate(at)]
 
 
 def _smoothed(metrics: list[StepMetrics]) -> Curve:

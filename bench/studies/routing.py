@@ -138,10 +138,13 @@ def _draw_load(axes: Axes, curves: dict[str, Curve]) -> None:
 
 
 def _draw_shares(axes: Axes, name: str, shares_LE: Tensor) -> None:
-    axes.imshow(shares_LE.sort(dim=1, descending=True).values.numpy(), aspect="auto", vmin=0, vmax=4, cmap="viridis")
-    axes.set_title(f"{name}: shares, 0 to 4", fontsize="medium")
+    shares = shares_LE.sort(dim=1, descending=True).values.numpy()
+    image = axes.imshow(shares, aspect="auto", vmin=0, vmax=4, cmap="viridis", interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="of an even share")
+    axes.set_title(name, fontsize="medium")
     axes.set_xlabel("experts, busiest first")
     axes.set_ylabel("layer")
+    axes.set_yticks(range(len(shares)))
 
 
 if __name__ == "__main__":
