@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all bench plan-validation lint clean
+.PHONY: demo test test-all bench studies plan-validation lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/optimus demo
@@ -17,6 +17,12 @@ test-all: $(INSTALLED) lint
 # results in bench/results/*.json, then as tables in README.md
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-disable-gc -s
+	$(BIN)/python -m bench.report
+
+# about two hours on two cores, resumable; of the sources of Python's library, or make studies CORPUS=folder
+STUDIES := dense_and_moe routes model_scaling batch_scaling components restarts routing
+studies: $(INSTALLED)
+	for study in $(STUDIES); do $(BIN)/python -m bench.studies.$$study $(if $(CORPUS),--corpus $(CORPUS)) || exit 1; done
 	$(BIN)/python -m bench.report
 
 # about fifteen minutes: plans beside the paper's figures, and beside real runs on this machine
