@@ -1,6 +1,6 @@
 """A checkpoint of the first study through two routes: ours, and lm-eval with the model that transformers loads.
 
-The checkpoint is exported as a Hugging Face folder. `optimus evaluate`'s scorer runs our module; lm-eval's own model class
+The checkpoint is exported as a Hugging Face folder. Our scorer runs our module on it; lm-eval's own model class
 runs transformers', on the same requests of the nine tasks. Every accuracy must be the same.
 
 Example:
