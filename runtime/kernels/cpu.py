@@ -19,19 +19,23 @@ _log = logging.getLogger(__name__)
 
 def compiles(x: Tensor) -> bool:
     """Whether there are compiled kernels for activations and weights like x (dtype, device)."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and _library() is not None
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and load() is not None
 
 
 def call(name: str, dtypes: Sequence[torch.dtype], tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
     """Calls the function `name_dtype_dtype...` of cpu.cpp with the tensors' memory, contiguous, then the sizes."""
-    function = getattr(_library(), "_".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))
+    function = getattr(load(), "_".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))
     contiguous = [tensor.contiguous() for tensor in tensors]  # alive until the call is over
     function(*(c_void_p(tensor.data_ptr()) for tensor in contiguous), *map(c_int64, sizes))
 
 
 @cache
-def _library() -> Any:
-    """None, after a warning, where the kernels cannot be compiled."""
+def load() -> Any:
+    """The library of them; None, after a warning, where they cannot be compiled.
+
+    Even from the cache it takes a second, in which Inductor asks what vectors this CPU has: a process that forks those
+    which compute does it before.
+    """
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 

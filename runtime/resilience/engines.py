@@ -17,6 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
+
+from optimus_compiler.runtime.kernels import cpu
 from optimus_compiler.runtime.resilience.beacon import LOGS
 from optimus_compiler.runtime.resilience.hosts import LOCAL, HostsError, Node
 from optimus_compiler.runtime.resilience.slot import die_with_parent, preload, run_slot
@@ -49,6 +52,8 @@ class Local:
 
     def start(self, address: str, nodes: Sequence[Node], per_node: int, run: Path) -> None:
         preload()
+        if torch.accelerator.current_accelerator() is None:
+            cpu.load()
         for node in nodes:
             for local_rank in range(per_node):
                 slot = os.fork()

@@ -406,14 +406,14 @@ def test_without_a_compiler_the_reference_runs_and_says_so(monkeypatch: pytest.M
         raise InvalidCxxCompiler()
 
     warnings: list[str] = []
-    cpu._library.cache_clear()
+    cpu.load.cache_clear()
     monkeypatch.setattr(CppCodeCache, "load", fail)
     monkeypatch.setattr(cpu._log, "warning", lambda message, *arguments: warnings.append(message % arguments))
     block = make_block(T=6, K=2, E=3, H=8, width=4)
     for _ in range(2):
         y_TH = run_moe(block)
         assert relative_error(y_TH, naive_moe(block)) < 1e-6
-    cpu._library.cache_clear()
+    cpu.load.cache_clear()
     assert len(warnings) == 1
     assert "install g++" in warnings[0]
 
@@ -424,7 +424,7 @@ def test_the_reference_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail() -> None:
         raise AssertionError("the C++ kernels were asked for")
 
-    monkeypatch.setattr(cpu, "_library", fail)
+    monkeypatch.setattr(cpu, "load", fail)
     block = make_block(T=6, K=2, E=3, H=8, width=4)
     with use_kernels("reference"):
         y_TH = run_moe(block)
