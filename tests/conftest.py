@@ -1,5 +1,8 @@
 """Fixtures that many tests share; and one thread a worker: tiny operations on many threads wait for each other."""
 
+import getpass
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ from tests.ranks import ranks  # noqa: F401  a fixture
 from tests.tiny_run import write_config, write_data
 
 torch.set_num_threads(1)
+# torch's own choice, said aloud: a run has a cache of its own otherwise, and compiles the C++ kernels anew for it
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of child processes wait without taking a core
 share_captures()
 
 RANK_TESTS = (
@@ -23,19 +29,24 @@ RANK_TESTS = (
     "tests/runtime/test_trainer_ranks.py",
     "tests/runtime/test_resume_ranks.py",
     "tests/runtime/checkpoint/test_layouts.py",
+    "tests/runtime/kernels/test_exchange_tokens.py",
 )
+LAUNCHES = "tests/runtime/resilience/test_launch.py"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of several ranks go to one worker, first: they share its pool of processes."""
+    """The tests of one group go to one worker, the longest group first: those of several ranks share its pool of
+    processes, and launches the undisturbed runs that they are compared with. Other tests go to whichever is idle."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class RanksTogether(LoadScopeScheduling):
+    class GroupsTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(RANK_TESTS) else nodeid
+            if nodeid.startswith(RANK_TESTS):
+                return "ranks"
+            return "launches" if nodeid.startswith(LAUNCHES) else nodeid
 
-    return RanksTogether(config, log)
+    return GroupsTogether(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,9 @@ class Ranks:
 
 
 def forkserver() -> Any:
-    """Starts processes that have imported torch and us already: once, for all of them."""
+    """Starts processes that have imported torch and us, and captured models, already: once, for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["optimus_compiler", "torch._dynamo", "functorch.compile", "tests.layouts"])
+    context.set_forkserver_preload(["functorch.compile", "torch.distributed.pipelining", "tests.warm"])
     return context
 
 

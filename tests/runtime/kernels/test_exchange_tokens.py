@@ -1,13 +1,10 @@
 """plan_exchange, send_tokens, return_tokens: ranks that exchange rows compute what one process computes, bit by bit.
 
-Four processes run every case once, as one group of 4 and as a group of 2, and write their results to files; the tests
-compare those with the fused block on all tokens and all experts.
+Four processes run every case once, as one group of 4 and as a group of 2; the tests compare their results with the
+fused block on all tokens and all experts.
 """
 
-import multiprocessing
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.multiprocessing import start_processes
 
 from optimus_compiler.runtime.kernels import (
     grouped_mlp,
@@ -26,10 +22,10 @@ from optimus_compiler.runtime.kernels import (
     return_tokens,
     send_tokens,
 )
+from tests.ranks import Ranks
 from tests.runtime.kernels.naive import NAMES, Block, gradients, make_block, output_gradient, poisoned, relative_error
 
 K, N, H, WIDTH = 3, 8, 16, 8
-SECONDS = 120  # for all cases; a rank that hangs ends the run
 
 
 class Case(NamedTuple):
@@ -127,35 +123,22 @@ def run_rank(case: Case, rank: int, ep: int, group: str) -> dict[str, Any]:
     }
 
 
-def run_all_cases(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4, timeout=timeout)
-    pair = dist.new_group([0, 1])
+def run_all_cases() -> dict[tuple[int, str], dict[str, Any]]:
+    """On each of four ranks."""
+    rank, pair = dist.get_rank(), dist.new_group([0, 1])
+    assert dist.group.WORLD is not None
     groups = {4: dist.group.WORLD} | ({2: pair} if rank < 2 else {})
-    results = {
+    return {
         (ep, name): run_rank(case, rank, ep, group.group_name)
         for ep, group in groups.items()
         for name, case in CASES.items()
     }
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[int, str], dict[str, Any]]]:
+def results(ranks: Ranks) -> list[dict[tuple[int, str], dict[str, Any]]]:
     """By rank, then by (ranks in the group, case): what run_rank found there."""
-    folder = tmp_path_factory.mktemp("exchange")
-    multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # imported once, not four times
-    ranks = start_processes(run_all_cases, (str(folder),), nprocs=4, join=False, start_method="forkserver")
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not ranks.join(timeout=1):
-            assert time.monotonic() < deadline, f"the ranks did not finish in {SECONDS} s"
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+    return ranks.run(4, run_all_cases)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
