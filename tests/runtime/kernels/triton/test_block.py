@@ -13,7 +13,7 @@ from tests.runtime.kernels.naive import NAMES, Block, gradients, naive_moe, pois
 from tests.runtime.kernels.triton.device import DEVICE, block_on_device
 
 one_expert = torch.zeros(40, 1, dtype=torch.int64)
-skewed = torch.tensor([[4, 0]] * 40 + [[4, 2]] * 8)  # experts 1 and 3 have no token
+skewed = torch.tensor([[4, 0]] * 24 + [[4, 2]] * 8)  # experts 1 and 3 have no token
 # Tiles of 16 rows and 32 columns in steps of 32 where Triton interprets. Rows of 16-byte multiples are read through
 # descriptors, others through pointers.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "T=N=1": {"T": 1, "K": 1, "E": 1, "H": 8, "width": 4},
     "H=I=1": {"T": 5, "K": 2, "E": 3, "H": 1, "width": 1},
     "one expert takes all": {"T": 40, "K": 1, "E": 3, "H": 40, "width": 40, "indices_TK": one_expert},
-    "skewed": {"T": 48, "K": 2, "E": 5, "H": 64, "width": 48, "indices_TK": skewed},
+    "skewed": {"T": 32, "K": 2, "E": 5, "H": 64, "width": 48, "indices_TK": skewed},
     "gate beside up within a tile": {"T": 12, "K": 2, "E": 3, "H": 33, "width": 48},
     "more experts than rows": {"T": 3, "K": 2, "E": 70, "H": 32, "width": 16},
 }
@@ -126,7 +126,7 @@ def test_repeats_are_bitwise_equal() -> None:
     block = block_on_device(**SHAPES["skewed"], dtype=torch.bfloat16)
     y_TH = run_moe(block)
     first = [y_TH, *gradients(y_TH, block)]
-    for _ in range(2 if launch.interpreted() else 200):
+    for _ in range(1 if launch.interpreted() else 200):
         y_TH = run_moe(block)
         again = [y_TH, *gradients(y_TH, block)]
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
