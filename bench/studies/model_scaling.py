@@ -1,7 +1,7 @@
 """Four sizes of mixture of experts, which grow as the Mula family does (the paper's figure 1b): loss on held-out text.
 
-The sizes are Mula's with hidden sizes 1/32, experts and chosen experts 1/2 and layers 1/8 of theirs, the width of all
-chosen experts together four times the hidden size as there; the same tokens, and one seed.
+The sizes are Mula's with layers 1/16, hidden sizes 1/32, experts and chosen experts 1/4 of theirs, the width of all chosen
+experts together four times the hidden size as there; the same tokens, and one seed.
 
 Example:
   python -m bench.studies.model_scaling --corpus corpus
@@ -21,12 +21,12 @@ from bench.tables import machine
 from optimus_compiler.models import parameter_count
 from optimus_compiler.runtime.metrics import flops_per_token
 
-STEPS = 366  # 1.5 M tokens
+STEPS = 732  # 3 M tokens
 SIZES = {  # as in the paper's table of models: layers, hidden size, heads, experts
-    "like Mula-7B-A1B": (2, 64, 2, 32),
-    "like Mula-20B-A2B": (4, 64, 2, 48),
-    "like Mula-100B-A7B": (6, 96, 3, 72),
-    "like Mula-220B-A10B": (8, 96, 3, 120),
+    "like Mula-7B-A1B": (1, 64, 2, 16),
+    "like Mula-20B-A2B": (2, 64, 2, 24),
+    "like Mula-100B-A7B": (3, 96, 3, 36),
+    "like Mula-220B-A10B": (4, 96, 3, 60),
 }
 
 
@@ -62,9 +62,9 @@ def _training(options: Options, name: str) -> Training:
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "intermediate_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_experts": experts,
-        "num_experts_per_tok": 4,
+        "num_experts_per_tok": 2,
     }
     directory = options.work / "model-scaling" / name.removeprefix("like ").lower()
     return Training(directory, configuration(options, model=model, steps=options.steps(STEPS)))
