@@ -1,7 +1,7 @@
 """Four sizes of mixture of experts, which grow as the Mula family does (the paper's figure 1b): loss on held-out text.
 
-The sizes are Mula's with layers 1/16, hidden sizes 1/32, experts and chosen experts 1/4 of theirs, the width of all chosen
-experts together four times the hidden size as there; the same tokens, and one seed.
+The sizes are Mula's with layers 1/16, hidden sizes 1/32, experts and chosen experts 1/4 of theirs, the width of all
+chosen experts together four times the hidden size as there; the same tokens, and one seed.
 
 Example:
   python -m bench.studies.model_scaling --corpus corpus
