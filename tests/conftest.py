@@ -32,6 +32,12 @@ RANK_TESTS = (
     "tests/runtime/kernels/test_exchange_tokens.py",
 )
 LAUNCHES = "tests/runtime/resilience/test_launch.py"
+LONG = ("tests/runtime/kernels/test_triton_", "tests/runtime/plan/test_search.py", "tests/test_determinism.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: the last ones then end together on all workers."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.hookimpl(optionalhook=True)

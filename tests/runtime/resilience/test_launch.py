@@ -100,9 +100,10 @@ def test_spares_run_out(launch: Launch) -> None:
     assert launch.told == [("hard", "node1", "stopped")]
 
 
-def test_divergence_takes_no_spare(launch: Launch) -> None:
-    launch.overrides = ("mesh.pp=2", "mesh.dp=2", "train.global_batch_size=8")
-    code, out = launch.wait(*injected("step=2,node=0,kind=nan-all"), nodes=2, spares=1)
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_divergence_takes_no_spare(launch: Launch, stages: int) -> None:
+    launch.overrides = (f"mesh.pp={stages}", "mesh.dp=2", "train.global_batch_size=8")
+    code, out = launch.wait(*injected("step=2,node=0,kind=nan-all"), nodes=2, spares=1, per_node=stages)
     assert code == 1
     assert "the run diverges" in out
     assert launch.told == [("divergence", None, "stopped")]
