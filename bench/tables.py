@@ -5,10 +5,13 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from optimus_compiler.runtime.files import whole_file
 
 RESULTS = Path(__file__).parent / "results"
 Rows = Sequence[Sequence[str]]
@@ -24,11 +27,14 @@ def show(title: str, machine: str, columns: Sequence[str], rows: Rows) -> None:
     Console(width=150).print("\n", table)
 
 
-def keep(name: str, title: str, machine: str, columns: Sequence[str], rows: Rows, folder: Path = RESULTS) -> None:
-    """Writes folder/name.json."""
-    kept = {"title": title, "machine": machine, "columns": list(columns), "rows": [list(row) for row in rows]}
+def keep(
+    name: str, title: str, machine: str, columns: Sequence[str], rows: Rows, folder: Path = RESULTS, **more: Any
+) -> None:
+    """Writes folder/name.json, whole or not at all; `more` stands in it beside the table."""
+    kept = {"title": title, "machine": machine, "columns": list(columns), "rows": [list(row) for row in rows], **more}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    with whole_file(folder / f"{name}.json") as file:
+        file.write((json.dumps(kept, indent=1) + "\n").encode())
 
 
 def machine() -> str:

@@ -213,7 +213,7 @@ def from_hf(source: str | Path | Mapping[str, Any]) -> ModelConfig:
 
     Raises ValueError where the file is missing or is not JSON, and for a model_type other than olmo or olmoe.
     """
-    values = source if isinstance(source, Mapping) else _read_config(Path(source))
+    values = source if isinstance(source, Mapping) else read_config(Path(source))
     match values.get("model_type"):
         case "olmo":
             return OlmoConfig.from_dict(values)
@@ -223,7 +223,8 @@ def from_hf(source: str | Path | Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"model_type {other!r} is not implemented; known: 'olmo', 'olmoe'.")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings in a Hugging Face folder's config.json; raises ValueError where it is missing or holds others."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a Hugging Face model folder, which holds a config.json.")

@@ -265,6 +265,11 @@ class CompiledModel(nn.Module):
         should follow input_ids[:, s]; -100 does not count. Every rank calls it equally often, each (dp, ep) coordinate
         with rows of its own, or none ([0, S]).
         """
+        rows_at_once = self.micro_batches * self.program.micro_batch_size
+        if len(input_ids) > rows_at_once:
+            raise ValueError(
+                f"input_ids has {len(input_ids)} rows, and a step at most {rows_at_once}: give fewer at once"
+            )
         micro_batches = self._divide({"input_ids": input_ids, "labels": targets, **inputs})
         found: list[Tensor] = []  # [2, rows] of each micro-batch, where the last stage is
 

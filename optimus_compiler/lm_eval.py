@@ -32,11 +32,21 @@ NEW_TOKENS = 256  # lm-eval's own default
 class OptimusLM(TemplateLM):
     """A checkpoint, a run or a Hugging Face folder as lm-eval sees a model.
 
-    The device and the batches are chosen here (optimus evaluate's): lm-eval's batch_size and device change nothing.
+    The device and the batches are chosen as `optimus evaluate` chooses them.
     """
 
-    def __init__(self, source: str, tokenizer: str | None = None, **_lm_evals_own: Any) -> None:
-        """source: RUN/checkpoints/step-N, RUN or a Hugging Face folder; tokenizer: a tokenizer.json in place of its."""
+    def __init__(
+        self,
+        source: str,
+        tokenizer: str | None = None,
+        batch_size: object = None,
+        max_batch_size: object = None,
+        device: object = None,
+    ) -> None:
+        """source: RUN/checkpoints/step-N, RUN or a Hugging Face folder; tokenizer: a tokenizer.json in place of its.
+
+        batch_size, max_batch_size, device: what lm-eval gives every model, and which changes nothing here.
+        """
         super().__init__()
         if processes.world_size() > 1:
             raise ValueError("lm-eval runs in one process here: use `optimus evaluate` to divide questions over many")
@@ -65,7 +75,10 @@ class OptimusLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **_lm_evals_own: Any
     ) -> list[tuple[float, bool]]:
-        rows = [row_of(context, continuation, self.max_length) for _, context, continuation in requests]
+        rows = [
+            row_of(context or [self.prefix_token_id], continuation, self.max_length)
+            for _, context, continuation in requests
+        ]
         found = score(self._model, rows)
         for (texts, _, _), likelihood in zip(requests, found, strict=True):
             if texts is not None:

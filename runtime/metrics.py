@@ -92,7 +92,7 @@ def _read_lines(path: Path, kind: type[Line]) -> list[Line]:
         try:
             record = kind(**json.loads(line))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not a line of metrics: {error}") from None
+            raise ValueError(f"{path}, line {number} is no record ({error}): delete that line") from None
         found[record.step] = record
     return [found[step] for step in sorted(found)]
 

@@ -269,8 +269,10 @@ def _check_data(config: ResolvedConfig, model_config: ModelConfig, data: Prepare
 
 
 def _tasks(config: ResolvedConfig, data: PreparedData) -> tuple[Task, ...]:
-    """The tasks of [eval], whose every choice the model can read at once."""
-    tasks = tuple(load_tasks(config.eval.tasks, config.eval.limit))
+    """The tasks of [eval], whose every choice the model can read at once. No primary accuracy asks for what comes after
+    an unconditional prompt, which is half of all requests."""
+    loaded = load_tasks(config.eval.tasks, config.eval.limit)
+    tasks = tuple(Task(task.name, tuple(replace(q, unconditional=()) for q in task.questions)) for task in loaded)
     if tasks:
         refuse_long(tasks, encoder(data.tokenizer()), config.train.sequence_length)
     return tasks

@@ -24,8 +24,8 @@ from optimus_compiler.runtime.checkpoint.saver import CheckpointSaver
 from optimus_compiler.runtime.collectives import all_reduce
 from optimus_compiler.runtime.data.loader import DataLoader
 from optimus_compiler.runtime.data.sample_index import Position, SampleIndex
+from optimus_compiler.runtime.evaluate.while_training import Evaluator, describe
 from optimus_compiler.runtime.evaluate.while_training import Progress as EvaluationProgress
-from optimus_compiler.runtime.evaluate.while_training import describe, evaluate_run, is_due
 from optimus_compiler.runtime.initial_weights import initial_weights
 from optimus_compiler.runtime.loss_guard import LossGuard
 from optimus_compiler.runtime.metrics import (
@@ -134,6 +134,7 @@ def _steps(
     )
     saver = CheckpointSaver(run.folder, config.checkpoint, compiled, optimizer, _describer(run, compiled), notice)
     faults = Faults.of_this_process(run.directory, mesh.rank)
+    evaluator = Evaluator(run, compiled)
     guard = LossGuard(config.resilience.loss_spike_sigma, progress.recent_losses)
     stalled = 0.0
     with loader, saver, StopRequest() as stop, _lines_file(run, METRICS) as log, Writers(run, notice) as writers:
@@ -196,11 +197,6 @@ def _steps(
             writers.step(metrics)
             yield metrics
 
-            if is_due(run, progress.step):
-                evaluation = _evaluate(run, compiled, progress, beacon, on_evaluating)
-                writers.evaluation(evaluation)
-                notice(describe(evaluation))
-
             if save_failed:
                 saver.wait()  # raises on every rank
             is_last = progress.step == config.train.steps
@@ -216,11 +212,15 @@ def _steps(
                 saver.wait()
                 notice(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
                 break
+            if evaluator.is_due(progress.step):  # the step is saved: what goes wrong from here on loses none
+                evaluation = _evaluate(run, evaluator, progress, beacon, on_evaluating)
+                writers.evaluation(evaluation)
+                notice(describe(evaluation))
         saver.wait()
 
 
 def _evaluate(
-    run: Run, compiled: CompiledModel, progress: Progress, beacon: Beacon, on_evaluating: EvaluationProgress
+    run: Run, evaluator: Evaluator, progress: Progress, beacon: Beacon, on_evaluating: EvaluationProgress
 ) -> Evaluation:
     """Evaluates the model after a step; rank 0 writes the line. The supervisor sees that it goes on."""
 
@@ -230,7 +230,7 @@ def _evaluate(
             on_evaluating(what, done, total)
 
     beacon.phase = "evaluating"  # the first batch compiles what it needs
-    evaluation = evaluate_run(run, compiled, progress.step, progress.tokens, show)
+    evaluation = evaluator.evaluate(progress.step, progress.tokens, show)
     beacon.phase = "training"
     with _lines_file(run, EVALUATIONS) as file:
         file.write(evaluation.to_json().encode() + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import optimus_compiler as optimus
-from bench.studies.corpus import Corpus
+from bench.studies.corpus import Corpus, make_corpus
 from bench.studies.dense_and_moe import tokens_to_reach
 from bench.studies.options import Options
 from bench.studies.restarts import FAILURES, injections
@@ -48,7 +49,7 @@ def test_steps_are_scaled_but_never_too_few(tmp_path: Path) -> None:
 
 def test_a_training_starts_as_its_mesh_and_launcher_say(tmp_path: Path) -> None:
     config = configuration(options(tmp_path), model={"hidden_size": 64}, steps=40, mesh={"dp": 2})
-    dotted = Training(tmp_path / "runs" / "rate-0.01", config, pretrain=("--from", "model-20"))
+    dotted = Training(tmp_path / "runs" / "rate-0.01", config)
     command = dotted.command()
     file = tmp_path / "runs" / "rate-0.01.toml"
     assert command[1:8] == [
@@ -60,7 +61,7 @@ def test_a_training_starts_as_its_mesh_and_launcher_say(tmp_path: Path) -> None:
         "-m",
         "optimus_compiler",
     ]
-    assert command[8:] == ["pretrain", str(file), "--output", str(dotted.directory), "--from", "model-20"]
+    assert command[8:] == ["pretrain", str(file), "--output", str(dotted.directory)]
     assert load_config(file) == config
     launched = Training(tmp_path / "launched", config, launch=("--nodes", "2")).command()
     assert launched[1:4] == ["-m", "optimus_compiler", "launch"]
@@ -74,6 +75,38 @@ def test_a_training_is_done_when_its_last_line_is_whole(tmp_path: Path) -> None:
     assert not training.is_done()
     (tmp_path / METRICS).write_text('{"step": 3}\n{"step": 4}\n')
     assert training.is_done()
+    training.command()
+    assert training.is_done()
+    other = Training(tmp_path, configuration(options(tmp_path), model={}, steps=3))
+    with pytest.raises(RuntimeError, match=r"was trained with another configuration .*\.toml.: delete both"):
+        other.is_done()
+
+
+def test_a_training_that_fails_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [Training(tmp_path / name, configuration(options(tmp_path), model={}, steps=4)) for name in ("long", "bad")]
+    seconds = {"long": 60, "bad": 0}
+    monkeypatch.setattr(
+        Training,
+        "command",
+        lambda self: [sys.executable, "-c", f"import time; time.sleep({seconds[self.directory.name]})"],
+    )
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="bad stopped"):
+        train_all(both)
+    assert time.monotonic() - started < 50
+
+
+def test_another_corpus_in_the_same_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.studies.corpus.HELD_OUT", 0.3)
+    for name in ("one", "two"):
+        words = " ".join(f"{name}{i % 89}" for i in range(30000))
+        lines = [json.dumps({"text": words[start : start + 400]}) + "\n" for start in range(0, len(words), 400)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    corpus = make_corpus(tmp_path / "work", tmp_path / "one.jsonl")
+    assert make_corpus(tmp_path / "work", tmp_path / "one.jsonl") == corpus
+    assert len(PreparedData.open(corpus.validation)) > 0
+    with pytest.raises(ValueError, match="exists and was prepared with"):
+        make_corpus(tmp_path / "work", tmp_path / "two.jsonl")
 
 
 def test_a_training_that_fails_is_named(tmp_path: Path) -> None:

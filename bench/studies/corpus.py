@@ -26,10 +26,11 @@ class Corpus:
 
 
 def make_corpus(folder: Path, source: Path | None) -> Corpus:
-    """Prepares the documents below `source`, or the sources of Python's library, in `folder`, unless it is done."""
+    """Prepares the documents below `source`, or the sources of Python's library, in `folder`.
+
+    Raises DataError where `folder` holds another corpus.
+    """
     corpus = Corpus(folder / "training", folder / "validation")
-    if corpus.training.is_dir():
-        return corpus
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, library = folder / "tokenizer.json", folder / "library.jsonl"
     if source is None:

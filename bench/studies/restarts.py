@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 from matplotlib.axes import Axes
 
@@ -20,7 +21,7 @@ from bench.studies.options import Options, parse_options
 from bench.studies.results import Curve, keep_study
 from bench.studies.trainings import Training, configuration, train_all
 from bench.tables import machine
-from optimus_compiler.runtime.metrics import StepMetrics, read_metrics
+from optimus_compiler.runtime.metrics import EVALUATIONS, METRICS, StepMetrics, read_metrics
 
 STEPS, FAILURES = 220, 10
 KINDS = ("kill", "nan", "exit")
@@ -50,9 +51,8 @@ def study(options: Options) -> None:
     train_all([undisturbed, disturbed], at_once=1)
     from_weights = folder / "from-weights"
     if not from_weights.is_dir():
-        shutil.copytree(undisturbed.directory, from_weights)
-        again = Training(from_weights, config, pretrain=("--from", f"model-{half}"))
-        train_all([again], 1, anew=True)
+        _copy_until(undisturbed.directory, from_weights, half)
+    train_all([Training(from_weights, config)])
 
     runs = {
         "undisturbed": read_metrics(undisturbed.directory),
@@ -88,6 +88,18 @@ def study(options: Options) -> None:
         draw=[lambda axes: _draw(axes, curves, half, incidents), lambda axes: _draw_differences(axes, runs)],
         folder=options.results,
     )
+
+
+def _copy_until(run: Path, copy: Path, step: int) -> None:
+    """A run as if it had stopped after this step, and its full checkpoints were lost."""
+    partial = copy.with_name(f".{copy.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(run, partial, ignore=shutil.ignore_patterns("checkpoints", "logs", "compile_cache"))
+    shutil.copytree(run / "checkpoints" / f"model-{step}", partial / "checkpoints" / f"model-{step}")
+    for name in (METRICS, EVALUATIONS):
+        lines = (run / name).read_text().splitlines(keepends=True) if (run / name).is_file() else []
+        (partial / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    partial.rename(copy)
 
 
 def injections(steps: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bench.tables import Rows, keep, show
+from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.metrics import read_evaluations
 
 Curve = Sequence[tuple[float, float]]  # points (x, y)
@@ -29,18 +30,17 @@ def keep_study(
 ) -> None:
     """Shows the table; writes folder/name.json with it and `curves`, and folder/name.png with a panel for each draw."""
     show(title, machine, columns, rows)
-    keep(name, title, machine, columns, rows, folder)
-    path = folder / f"{name}.json"
-    kept = json.loads(path.read_text()) | {
-        "curves": {label: [list(point) for point in curve] for label, curve in curves.items()}
-    }
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    points = {label: [[round(x, 6), round(y, 6)] for x, y in curve] for label, curve in curves.items()}
+    keep(name, title, machine, columns, rows, folder, curves=points)
     figure = Figure(figsize=(5.5 * len(draw), 4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(draw), squeeze=False)[0], draw, strict=True):
-        panel(axes)
         axes.grid(alpha=0.3)
-    FigureCanvasAgg(figure).print_png(str(folder / f"{name}.png"))
-    print(f"{path}, {path.with_suffix('.png')}")
+        panel(axes)
+    picture = BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    with whole_file(folder / f"{name}.png") as file:
+        file.write(picture.getvalue())
+    print(f"{folder / name}.json, .png")
 
 
 def validation_curve(run: Path) -> Curve:

@@ -15,7 +15,7 @@ from typing import Any
 from bench.studies.corpus import CONTEXT_LENGTH, VOCABULARY
 from bench.studies.options import Options
 from optimus_compiler.cli.stages import StageProgress
-from optimus_compiler.config import Config, to_toml
+from optimus_compiler.config import Config, load_config, to_toml
 from optimus_compiler.models import ModelConfig
 from optimus_compiler.runtime.metrics import METRICS, read_metrics
 from optimus_compiler.runtime.run import load_model_config
@@ -31,7 +31,6 @@ class Training:
     directory: Path
     config: Config
     launch: tuple[str, ...] = ()  # arguments of `optimus launch`, if it starts the run
-    pretrain: tuple[str, ...] = ()  # arguments of `optimus pretrain`, if that does
 
     @property
     def model(self) -> ModelConfig:
@@ -49,7 +48,12 @@ class Training:
         return json.loads(lines[-1])["step"] if lines and lines[-1].endswith(b"}") else 0
 
     def is_done(self) -> bool:
-        """Whether the last step was taken."""
+        """Whether the last step was taken; raises RuntimeError where it was another training's."""
+        file = self.beside("toml")
+        if file.is_file() and load_config(file) != self.config:
+            raise RuntimeError(
+                f"{self.directory} was trained with another configuration ({file}): delete both, or give another --work"
+            )
         return self.steps_done() >= self.config.train.steps
 
     def command(self) -> list[str]:
@@ -63,7 +67,7 @@ class Training:
         mesh = self.config.mesh
         ranks = mesh.pp * mesh.dp * mesh.ep * mesh.tp
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        return [sys.executable, *torchrun, "-m", "optimus_compiler", "pretrain", *what, *self.pretrain]
+        return [sys.executable, *torchrun, "-m", "optimus_compiler", "pretrain", *what]
 
 
 def configuration(options: Options, *, model: dict[str, Any], steps: int, **sections: dict[str, Any]) -> Config:
@@ -87,25 +91,31 @@ def configuration(options: Options, *, model: dict[str, Any], steps: int, **sect
     return Config.model_validate(tables)
 
 
-def train_all(trainings: Sequence[Training], at_once: int = AT_ONCE, *, anew: bool = False) -> None:
-    """Finishes the trainings that are not done, `at_once` at a time; raises RuntimeError where one fails.
+def train_all(trainings: Sequence[Training], at_once: int = AT_ONCE) -> None:
+    """Finishes the trainings that are not done, `at_once` at a time.
 
-    anew: starts them in any case, for they go back to an earlier checkpoint.
+    Raises RuntimeError where one fails, or was done with another configuration; the others are stopped then.
     """
-    waiting = [training for training in trainings if anew or not training.is_done()]
+    waiting = [training for training in trainings if not training.is_done()]
     running: list[tuple[Training, subprocess.Popen[bytes]]] = []
     steps = sum(training.config.train.steps for training in trainings)
-    with StageProgress() as progress:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                training = waiting.pop(0)
-                running.append((training, _start(training)))
-            for training, process in list(running):
-                if process.poll() is not None:
-                    running.remove((training, process))
-                    _check(training, process)
-            progress.show("training", sum(training.steps_done() for training in trainings), steps)
-            time.sleep(1)
+    try:
+        with StageProgress() as progress:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    training = waiting.pop(0)
+                    running.append((training, _start(training)))
+                for training, process in list(running):
+                    if process.poll() is not None:
+                        running.remove((training, process))
+                        _check(training, process)
+                progress.show("training", sum(training.steps_done() for training in trainings), steps)
+                time.sleep(1)
+    finally:
+        for _, process in running:
+            process.terminate()
+        for _, process in running:
+            process.wait()
 
 
 def _start(training: Training) -> subprocess.Popen[bytes]:

@@ -40,29 +40,37 @@ def evaluate(
     from optimus_compiler import processes
     from optimus_compiler.cli.stages import StageProgress
     from optimus_compiler.mesh import Mesh
+    from optimus_compiler.runtime.collectives import together
     from optimus_compiler.runtime.evaluate.accuracy import evaluate as evaluate_model
+    from optimus_compiler.runtime.evaluate.encode import encode_tasks
     from optimus_compiler.runtime.evaluate.open import open_model
-    from optimus_compiler.runtime.evaluate.report import write_report
-    from optimus_compiler.runtime.evaluate.tasks import load_tasks
+    from optimus_compiler.runtime.evaluate.report import check_output, write_report
+    from optimus_compiler.runtime.evaluate.tasks import load_tasks, task_names
 
-    chosen = load_tasks([name.strip() for name in tasks.split(",") if name.strip()], limit)
-    if not chosen:
+    names = task_names([name.strip() for name in tasks.split(",") if name.strip()])
+    if not names:
         raise typer.BadParameter("name at least one task, e.g. --tasks olmoe")
     mesh = Mesh(dp=processes.world_size())
     first = mesh.rank == 0
     with StageProgress() as progress:
-        subject = open_model(source, mesh, tokenizer=tokenizer, say=progress.say if first else lambda sentence: None)
-        results = evaluate_model(
-            subject.model,
-            chosen,
-            subject.tokenize,
-            eos_id=subject.eos_id,
-            progress=progress.show if first else lambda stage, done, total: None,
-        )
+        show = progress.show if first else lambda stage, done, total: None
+        say = progress.say if first else lambda sentence: None
+        resolved = source.resolve()
+        target = output or resolved.with_name(f"{resolved.name or 'root'}-evaluation.json")
+        with together(mesh):
+            questions = load_tasks(names, limit)
+            if first:
+                check_output(target)
+        subject = open_model(source, mesh, tokenizer=tokenizer, say=say)
+        with together(mesh):
+            model, eos_id = subject.model, subject.eos_id
+            encoded = encode_tasks(
+                questions, subject.tokenize, eos_id=eos_id, max_length=model.max_length, progress=show
+            )
+        results = evaluate_model(model, encoded, show)
     if first:
-        target = output or source.absolute().with_name(f"{source.absolute().name}-evaluation.json")
-        write_report(results, subject.source, target, limit)
         _show(results, subject.source)
+        write_report(results, subject.source, target, limit)
         print(target)
     processes.stop()
 

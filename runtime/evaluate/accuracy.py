@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from optimus_compiler.runtime.evaluate.encode import Encode, encode
+from optimus_compiler.runtime.evaluate.encode import EncodedTask
 from optimus_compiler.runtime.evaluate.score import Scored, score
 from optimus_compiler.runtime.evaluate.tasks import Metric, Question, Task
 
@@ -33,19 +34,14 @@ class Result:
 
 def evaluate(
     model: Scored,
-    tasks: Sequence[Task],
-    tokenize: Encode,
-    *,
-    eos_id: int,
+    tasks: Sequence[EncodedTask],
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[Result]:
     """The accuracies of `model` on the tasks; every rank gets them. progress(task, requests done, requests in all)."""
     results = []
-    for task in tasks:
-        requests = [request for question in task.questions for request in question.requests]
-        rows = encode(requests, tokenize, eos_id=eos_id, max_length=model.max_length)
-        likelihoods = score(model, rows, lambda done, total, name=task.name: progress(name, done, total))  # type: ignore[misc]
-        results.append(accuracies(task, [likelihood for likelihood, _ in likelihoods]))
+    for each in tasks:
+        likelihoods = score(model, each.rows, partial(progress, each.task.name))
+        results.append(accuracies(each.task, [likelihood for likelihood, _ in likelihoods]))
     return results
 
 

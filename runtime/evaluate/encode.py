@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,48 +22,81 @@ def encoder(tokenizer: Tokenizer) -> Encode:
 class Row:
     """Token ids that a model reads, and those that it should predict after the last len(targets) of them."""
 
-    ids: list[int]
-    targets: list[int]
+    ids: array[int]
+    targets: array[int]
+
+
+@dataclass(frozen=True)
+class EncodedTask:
+    """A task, and a row for each of its requests in order."""
+
+    task: Task
+    rows: list[Row]
+
+
+def encode_tasks(
+    tasks: Sequence[Task],
+    tokenize: Encode,
+    *,
+    eos_id: int,
+    max_length: int,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> list[EncodedTask]:
+    """All tasks as rows of at most `max_length` tokens; progress("reading questions", tasks done, tasks in all).
+
+    Raises ValueError, naming the task, for a choice that is longer than the model reads at once.
+    """
+    encoded = []
+    for number, task in enumerate(tasks):
+        progress("reading questions", number, len(tasks))
+        requests = [request for question in task.questions for request in question.requests]
+        try:
+            encoded.append(EncodedTask(task, encode(requests, tokenize, eos_id=eos_id, max_length=max_length)))
+        except ValueError as error:
+            raise ValueError(f"{task.name}: {error}: leave that task out") from None
+    return encoded
 
 
 def encode(requests: Sequence[Request], tokenize: Encode, *, eos_id: int, max_length: int) -> list[Row]:
     """A row for each request, at most `max_length` tokens long.
 
-    The text is encoded whole, so that tokens which cross the border come out as in running text; those after the
-    context's own count as the continuation's (spaces that end the context go with it). Of a context that is too long
-    the end stays; an empty one is an end of text. As lm-eval does it: the same requests give the same likelihoods.
-    Raises ValueError for a continuation without tokens, or longer than `max_length`.
+    The continuation is what the whole text's tokens have beyond the number of the context's; spaces that end the
+    context go with it. Of a context that is too long the end stays; an empty one is an end of text. As lm-eval does it:
+    the same requests give the same rows. Raises ValueError for a continuation without tokens, or longer than
+    `max_length`.
     """
-    return [_row(*_divide(request, tokenize, eos_id), request, max_length) for request in requests]
-
-
-def refuse_long(tasks: Sequence[Task], tokenize: Encode, max_length: int) -> None:
-    """Raises the ValueError that `encode` will, without encoding more than what may be too long."""
-    for task in tasks:
-        for request in (request for question in task.questions for request in question.requests):
-            if len(request.continuation.encode()) > max_length:  # a token has one byte at least
-                encode([request], tokenize, eos_id=-1, max_length=max_length)
+    rows = []
+    before: tuple[str, list[int]] = ("", [])  # choices of a question share their context
+    for request in requests:
+        context = request.context.rstrip()
+        if before[0] != context:
+            before = (context, tokenize(context))
+        whole = tokenize(request.context + request.continuation)
+        if context:
+            read, continuation = before[1], whole[len(before[1]) :]
+        elif whole[:1] == [eos_id]:
+            read, continuation = whole[:1], whole[1:]
+        else:
+            read, continuation = [eos_id], whole
+        rows.append(row_of(read, continuation, max_length))
+    return rows
 
 
 def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
-    """The row of a continuation that has tokens, at most `max_length`, after a context that may be cut."""
-    read = [*context, *continuation][-(max_length + 1) : -1]
-    return Row(read, list(continuation))
+    """The row of a continuation after a context (of one token at least), which may be cut.
 
-
-def _divide(request: Request, tokenize: Encode, eos_id: int) -> tuple[list[int], list[int]]:
-    whole = tokenize(request.context + request.continuation)
-    context = request.context.rstrip()
-    if not context:
-        return ([eos_id], whole) if whole[:1] != [eos_id] else (whole[:1], whole[1:])
-    before = len(tokenize(context))
-    return whole[:before], whole[before:]
-
-
-def _row(context: list[int], continuation: list[int], request: Request, max_length: int) -> Row:
+    Raises ValueError for a continuation without tokens, or longer than `max_length`.
+    """
     if not 0 < len(continuation) <= max_length:
-        raise ValueError(
-            f"the continuation {request.continuation[:40]!r} has {len(continuation)} tokens, and the model takes 1 to "
-            f"{max_length}: leave that task out"
-        )
-    return row_of(context, continuation, max_length)
+        raise ValueError(f"a choice has {len(continuation)} tokens, and the model takes 1 to {max_length}")
+    read = [*context, *continuation][-(max_length + 1) : -1]
+    return Row(array("i", read), array("i", continuation))
+
+
+def refuse_long(tasks: Sequence[Task], tokenize: Encode, max_length: int) -> None:
+    """Raises the ValueError that `encode_tasks` will, encoding only what may be too long: a token has one byte at
+    least."""
+    for task in tasks:
+        for question in task.questions:
+            if any(len(request.continuation.encode()) > max_length for request in question.requests):
+                encode_tasks([Task(task.name, (question,))], tokenize, eos_id=-1, max_length=max_length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 
 from optimus_compiler.mesh import Mesh
 from optimus_compiler.models import ModelConfig, build, from_hf
+from optimus_compiler.models.config import read_config
 from optimus_compiler.models.olmoe import OlmoeExperts
 from optimus_compiler.models.published import GATE_UP
 from optimus_compiler.runtime.checkpoint.find import fault_of, open_newest
@@ -51,7 +51,8 @@ def open_model(
     CheckpointError, one sentence, for what cannot be opened.
     """
     if (path / CONFIG).is_file():
-        return _open_folder(path, mesh, tokenizer)
+        with together(mesh):
+            return _open_folder(path, mesh, tokenizer)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist: name a checkpoint, a run directory or a Hugging Face folder")
     checkpoint = open_newest(path, mesh, say)
@@ -65,22 +66,21 @@ def open_model(
                 f"the data that {checkpoint.path} was trained on is not at its data.path: pass --tokenizer FILE"
             )
         words = _tokenizer(found, values, checkpoint.path)
-        module = _load(from_hf(values), _dtype(values), StoredTensors(checkpoint.path), mesh.device)
+        module = _load(from_hf(values), _dtype(values, checkpoint.path), StoredTensors(checkpoint.path), mesh.device)
         return _subject(module, words, values, mesh, checkpoint.path)
 
 
 def _open_folder(path: Path, mesh: Mesh, tokenizer: Path | None) -> Subject:
-    try:
-        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path / CONFIG} is not JSON ({error}): write or download it again") from None
-    with together(mesh):
-        words = _tokenizer(tokenizer or path / TOKENIZER, values, path)
-        if values.get("model_type") not in ("olmo", "olmoe"):
-            return _subject(_transformers_model(path).to(mesh.device), words, values, mesh, path)
-        config, weights = from_hf(values), HuggingFaceWeights(path)
-        weights.check(config)
-        return _subject(_load(config, _dtype(values), weights, mesh.device), words, values, mesh, path)
+    values = read_config(path)
+    words = _tokenizer(tokenizer or path / TOKENIZER, values, path)
+    if values.get("model_type") not in ("olmo", "olmoe"):
+        module = _transformers_model(path).to(mesh.device)
+        # transformers knows each model's name for its context length
+        values["max_position_embeddings"] = getattr(module.config, "max_position_embeddings", None)
+        return _subject(module, words, values, mesh, path)
+    config, weights = from_hf(values), HuggingFaceWeights(path)
+    weights.check(config)
+    return _subject(_load(config, _dtype(values, path), weights, mesh.device), words, values, mesh, path)
 
 
 def _tokenizer(file: Path, values: dict[str, Any], source: Path) -> Tokenizer:
@@ -97,15 +97,17 @@ def _tokenizer(file: Path, values: dict[str, Any], source: Path) -> Tokenizer:
             f"{file} has {size} tokens and the model of {source} a vocabulary of {vocabulary}: pass --tokenizer FILE, "
             "the model's own"
         )
-    if values.get("eos_token_id") is None:
+    if values.get("eos_token_id") in (None, []):
         raise CheckpointError(f"{source} names no eos_token_id in its configuration: add it")
     return loaded
 
 
 def _subject(module: nn.Module, words: Tokenizer, values: dict[str, Any], mesh: Mesh, source: Path) -> Subject:
-    eos = values["eos_token_id"]
+    eos, length = values["eos_token_id"], values.get("max_position_embeddings")
+    if not isinstance(length, int):
+        raise CheckpointError(f"{source} names no max_position_embeddings in its configuration: add it")
     return Subject(
-        PlainModel(module.eval(), mesh, values.get("max_position_embeddings", 2048)),
+        PlainModel(module.eval(), mesh, length),
         encoder(words),
         words.decode,
         eos[0] if isinstance(eos, list) else eos,
@@ -143,12 +145,18 @@ def _fuse(experts: OlmoeExperts) -> None:
     )
 
 
-def _dtype(values: dict[str, Any]) -> torch.dtype:
+def _dtype(values: dict[str, Any], source: Path) -> torch.dtype:
     """What the weights are stored in, by transformers 5's name of the setting or 4's."""
-    return getattr(torch, values.get("dtype") or values.get("torch_dtype") or "float32")
+    name = values.get("dtype") or values.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{source} names {name!r} as its dtype, which is none of torch: write float32 or bfloat16"
+        )
+    return dtype
 
 
-def _transformers_model(path: Path) -> nn.Module:
+def _transformers_model(path: Path) -> Any:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:

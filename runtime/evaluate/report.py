@@ -18,6 +18,19 @@ def report(results: Sequence[Result], source: Path, limit: int) -> dict[str, Any
     return {"source": str(source), "limit": limit, "tasks": tasks, "average": average(results)}
 
 
+def check_output(path: Path) -> None:
+    """Raises ValueError, before any work, where `write_report` could not write; makes the folder that it needs."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file to write with --output")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path.with_name(f".{path.name}.probe")):
+            pass
+        path.with_name(f".{path.name}.probe").unlink()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}): name another file with --output") from None
+
+
 def write_report(results: Sequence[Result], source: Path, output: Path, limit: int) -> None:
     """Writes `report` to a file, which appears whole or not at all."""
     with whole_file(output) as file:

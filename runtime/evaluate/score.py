@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimus_compiler.mesh import Mesh
-from optimus_compiler.runtime.collectives import all_reduce
+from optimus_compiler.runtime.collectives import all_reduce, together
 from optimus_compiler.runtime.evaluate.encode import Row
 from optimus_compiler.runtime.likelihood import IGNORED_LABEL
 
@@ -47,11 +47,15 @@ def score(
     ranks, rank = mesh.size_of("dp", "ep"), mesh.index_in("dp", "ep")
     batches = _batches(model, rows)
     found = torch.zeros(2, len(rows), device=mesh.device)
-    for first in range(0, len(batches), ranks):
-        mine = batches[first + rank] if first + rank < len(batches) else []
-        sums_B, likeliest_B = model.log_likelihoods(*_padded([rows[index] for index in mine]))
-        found[:, mine] = torch.stack([sums_B, likeliest_B.float()]).to(found.device)
-        progress(sum(map(len, batches[: first + ranks])), len(rows))
+    done = 0
+    with together(mesh):
+        for first in range(0, len(batches), ranks):
+            turn = batches[first : first + ranks]
+            mine = turn[rank] if rank < len(turn) else []
+            sums_B, likeliest_B = model.log_likelihoods(*_padded([rows[index] for index in mine]))
+            found[:, mine] = torch.stack([sums_B, likeliest_B.float()]).to(found.device)
+            done += sum(map(len, turn))
+            progress(done, len(rows))
     sums, likeliest = all_reduce(found, mesh.group("dp", "ep")).tolist()
     if not torch.isfinite(torch.tensor(sums)).all():
         raise ValueError("the model gives log-probabilities that are not finite: its weights or its logits are broken")
@@ -62,10 +66,11 @@ def _batches(model: Scored, rows: Sequence[Row]) -> list[list[int]]:
     """Numbers of rows, the longest first, as many together as the model takes."""
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
     batches = []
-    while order:
-        count = model.rows_at_once(len(rows[order[0]].ids))
-        batches.append(order[:count])
-        order = order[count:]
+    first = 0
+    while first < len(order):
+        end = first + model.rows_at_once(len(rows[order[first]].ids))
+        batches.append(order[first:end])
+        first = end
     return batches
 
 

@@ -21,7 +21,7 @@ MMLU_PROMPT = "Answer:"
 
 Metric = Literal["acc", "acc_norm", "acc_pmi"]
 
-# By task what counts in the average: what OLMES (arXiv 2406.08446) and the wheel name as its primary metric.
+# By task what counts in the average: what the wheel names as its primary metric; for MMLU that of its class there.
 PRIMARY: dict[str, Metric] = {
     "arc_easy": "acc",
     "arc_challenge": "acc_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -36,11 +37,16 @@ def validation_loss(
         mine = np.arange(first + rank * rows, first + (rank + 1) * rows)
         ids_BS = data.read(mine[mine < len(data)])
         targets_BS = F.pad(labels_of(ids_BS, data.manifest.eos_id)[:, 1:], (0, 1), value=IGNORED_LABEL)
-        masked = dict(zip(("document_ids", "position_ids"), documents_of(ids_BS, data.manifest.eos_id), strict=True))
-        sums_B, _ = compiled.log_likelihoods(ids_BS, targets_BS, **(masked if document_mask else {}))
+        inputs: dict[str, Tensor] = {}
+        if document_mask:
+            inputs["document_ids"], inputs["position_ids"] = documents_of(ids_BS, data.manifest.eos_id)
+        sums_B, _ = compiled.log_likelihoods(ids_BS, targets_BS, **inputs)
         sums.append(sums_B)
         tokens += int((targets_BS != IGNORED_LABEL).sum())
         progress(min(first + rows * ranks, len(data)), len(data))
     own = sum(each.double().sum().item() for each in (sums_B.cpu() for sums_B in sums))
     totals = from_all((own, tokens), mesh.group("dp", "ep"))
-    return -sum(likelihood for likelihood, _ in totals) / sum(count for _, count in totals)
+    loss = -sum(likelihood for likelihood, _ in totals) / sum(count for _, count in totals)
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss on {data.folder} is {loss}: the model's weights or its logits are broken")
+    return loss

@@ -74,6 +74,22 @@ def test_a_limit_is_kept_and_recorded(wheel: Path, trained: Path, tmp_path: Path
     assert (found["limit"], found["tasks"]["piqa"]["questions"]) == (1, 1)
 
 
+def test_a_folder_for_the_output_is_made_and_a_file_in_the_way_is_refused_first(
+    wheel: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "new" / "scores.json"
+    assert main(["evaluate", str(trained), "--tasks", "piqa", "--output", str(output)]) == 0
+    assert output.is_file()
+    assert list(output.parent.iterdir()) == [output]
+    monkeypatch.setattr("optimus_compiler.runtime.evaluate.open.open_model", lambda *_, **__: pytest.fail("opened"))
+    for path, sentence in (
+        (tmp_path, f"{tmp_path} is a folder: name a file to write with --output"),
+        (output / "below", f"{output / 'below'} cannot be written"),
+    ):
+        assert main(["evaluate", str(trained), "--tasks", "piqa", "--output", str(path)]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -63,7 +63,7 @@ def test_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["{", "[]", "", '{"step": 2}', '{"step": 2, "other": 1}'])
 def test_broken_line_is_named(tmp_path: Path, bad: str) -> None:
     write(tmp_path / "run", lines(STEP) + bad + "\n" + lines(STEP))
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not a line of metrics"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no record .*: delete that line"):
         read_metrics(tmp_path / "run")
 
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import optimus_compiler as optimus
-from optimus_compiler.runtime.evaluate.accuracy import accuracies, evaluate
+from optimus_compiler.runtime.evaluate.accuracy import Result, accuracies, evaluate
+from optimus_compiler.runtime.evaluate.encode import encode, encode_tasks
 from optimus_compiler.runtime.evaluate.open import Subject, open_model
+from optimus_compiler.runtime.evaluate.score import score
 from optimus_compiler.runtime.evaluate.tasks import Question, Request, Task
 from tests.runtime.evaluate.conftest import LENGTH
 
@@ -68,6 +70,11 @@ def subject(olmoe_folder: Path) -> Subject:
     return open_model(olmoe_folder, optimus.Mesh())
 
 
+def evaluated(subject: Subject, task: Task) -> Result:
+    encoded = encode_tasks([task], subject.tokenize, eos_id=subject.eos_id, max_length=subject.model.max_length)
+    return evaluate(subject.model, encoded)[0]
+
+
 def scores(found: dict[str, Any]) -> dict[str, float]:
     results = found["results"]["twin"]
     return {name: results[f"{name},none"] for name in ("acc", "acc_norm", "acc_mutual_info")}
@@ -95,7 +102,7 @@ def test_accuracies_are_lm_evals(subject: Subject, olmoe_folder: Path, tmp_path:
     through_ours = lm_eval.simple_evaluate(model="optimus", model_args={"source": str(olmoe_folder)}, **common)
 
     # lm-eval's unconditional context is empty, which stands for the end-of-text token
-    (ours,) = evaluate(subject.model, [as_task(unconditional="")], subject.tokenize, eos_id=subject.eos_id)
+    ours = evaluated(subject, as_task(unconditional=""))
     wanted = {"acc": ours.acc, "acc_norm": ours.acc_norm, "acc_mutual_info": ours.acc_pmi}
     assert scores(theirs) == wanted
     assert scores(through_ours) == wanted
@@ -120,8 +127,7 @@ def test_the_command_line_is_lm_evals(olmoe_folder: Path, tmp_path: Path) -> Non
     found = json.loads(kept.read_text())["results"]["twin"]["acc,none"]
     five = Task("arc_easy", as_task().questions[:5])
     subject = open_model(olmoe_folder, optimus.Mesh())
-    (ours,) = evaluate(subject.model, [five], subject.tokenize, eos_id=subject.eos_id)
-    assert found == ours.acc
+    assert found == evaluated(subject, five).acc
 
 
 class Asked:
@@ -129,6 +135,30 @@ class Asked:
 
     def __init__(self, *arguments: Any) -> None:
         self.args = arguments
+
+
+def test_tokens_across_the_border_are_divided_as_lm_eval_divides_them(subject: Subject, olmoe_folder: Path) -> None:
+    from optimus_compiler.lm_eval import OptimusLM
+
+    model = OptimusLM(str(olmoe_folder), batch_size=4, device="cpu")
+    pairs = [
+        ("gra", "vity falls"),
+        ("the c", "at sat on the mat"),
+        ("", "the cat"),
+        (" \n", "the cat"),
+        ("the cat ", "sat"),
+    ]
+    whole, before = subject.tokenize("gravity falls"), subject.tokenize("gra")
+    assert whole[: len(before)] != before  # the border is within a token
+    requests = [Request(*pair) for pair in pairs]
+    rows = encode(requests, subject.tokenize, eos_id=subject.eos_id, max_length=LENGTH)
+    found = score(subject.model, rows)
+    theirs = model.loglikelihood([Asked(*pair) for pair in pairs], disable_tqdm=True)
+    assert [sums for sums, _ in theirs] == pytest.approx([sums for sums, _ in found], rel=1e-5)
+    with pytest.raises(ValueError, match=r"a choice has \d+ tokens, and the model takes 1 to 40"):
+        model.loglikelihood([Asked("the cat", " sat on the mat" * 30)], disable_tqdm=True)
+    with pytest.raises(TypeError, match="tokenzier"):
+        OptimusLM(str(olmoe_folder), tokenzier="x")  # type: ignore[call-arg]
 
 
 def test_rolling_likelihood_is_the_sum_over_all_tokens(subject: Subject, olmoe_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 import optimus_compiler as optimus
 from optimus_compiler.cli.main import main
 from optimus_compiler.config import load_config
-from optimus_compiler.runtime.checkpoint.manifest import CheckpointError
 from optimus_compiler.runtime.evaluate.open import open_model
 from optimus_compiler.runtime.run import open_run
 from optimus_compiler.runtime.trainer import train
@@ -64,9 +64,19 @@ def test_any_other_model_is_run_by_transformers(olmoe_folder: Path, tmp_path: Pa
     assert torch.equal(logits_of(tmp_path), transformers_logits(tmp_path))
 
 
+def test_a_models_context_length_has_many_names(olmoe_folder: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=24, n_embd=16, n_layer=1, n_head=2, eos_token_id=0)
+    ).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((olmoe_folder / "tokenizer.json").read_bytes())
+    assert open_model(tmp_path, optimus.Mesh()).model.max_length == 24
+
+
 def test_what_cannot_be_opened_is_named(olmoe_folder: Path, tmp_path: Path) -> None:
     def refusal(path: Path, tokenizer: Path | None = None) -> str:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(ValueError) as caught:
             open_model(path, optimus.Mesh(), tokenizer=tokenizer)
         return str(caught.value)
 
@@ -75,7 +85,21 @@ def test_what_cannot_be_opened_is_named(olmoe_folder: Path, tmp_path: Path) -> N
     folder.mkdir()
     (folder / "config.json").write_text("{")
     assert "config.json is not JSON" in refusal(folder)
-    (folder / "config.json").write_bytes((olmoe_folder / "config.json").read_bytes())
+    settings = json.loads((olmoe_folder / "config.json").read_text())
+    tokenizer = olmoe_folder / "tokenizer.json"
+    for changed, sentence in (
+        ({"eos_token_id": []}, f"{folder} names no eos_token_id"),
+        ({"eos_token_id": None}, f"{folder} names no eos_token_id"),
+    ):
+        (folder / "config.json").write_text(json.dumps(settings | changed))
+        assert sentence in refusal(folder, tokenizer)
+    (folder / "config.json").write_text("[1]")
+    assert "holds a list, not an object of settings" in refusal(folder)
+    (folder / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat"}))
+    (folder / "model.safetensors").write_bytes((olmoe_folder / "model.safetensors").read_bytes())
+    assert f"{folder} names 'bfloat' as its dtype" in refusal(folder, tokenizer)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(settings))
     assert "tokenizer.json does not exist: pass --tokenizer FILE" in refusal(folder)
     assert "neither a checkpoint nor a Hugging Face folder" in refusal(folder, olmoe_folder / "tokenizer.json")
     larger = tmp_path / "larger.json"

@@ -1,5 +1,6 @@
 """Likelihoods: of a plain model as torch computes them one by one; in every layout those of the plain model."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -27,11 +28,11 @@ def rows(count: int = 19) -> list[Row]:
     generator = torch.Generator().manual_seed(3)
     lengths = [S, 1, *torch.randint(2, S, (count - 2,), generator=generator).tolist()]
     ids = [torch.randint(0, V, (length + 1,), generator=generator).tolist() for length in lengths]
-    return [Row(each[:-1], each[1 + (len(each) - 1) // 2 :]) for each in ids]
+    return [Row(array("i", each[:-1]), array("i", each[1 + (len(each) - 1) // 2 :])) for each in ids]
 
 
 def one_by_one(module: torch.nn.Module, row: Row) -> tuple[float, bool]:
-    logits_SV = module(torch.tensor([row.ids])).logits[0].double()[-len(row.targets) :]
+    logits_SV = module(torch.tensor([list(row.ids)])).logits[0].double()[-len(row.targets) :]
     log_probs_SV = logits_SV.log_softmax(-1)
     targets = torch.tensor(row.targets)
     return log_probs_SV[range(len(targets)), targets].sum().item(), bool((logits_SV.argmax(-1) == targets).all())
@@ -42,7 +43,7 @@ def greedy(module: torch.nn.Module, row: Row) -> Row:
     ids = list(row.ids[: len(row.ids) - len(row.targets) + 1])
     while len(ids) <= len(row.ids):
         ids.append(int(module(torch.tensor([ids])).logits[0, -1].argmax()))
-    return Row(ids[:-1], ids[len(ids) - len(row.targets) :])
+    return Row(array("i", ids[:-1]), array("i", ids[len(ids) - len(row.targets) :]))
 
 
 @torch.no_grad()
@@ -95,8 +96,11 @@ def test_no_rows_need_no_call() -> None:
     assert score(PlainModel(small_model("olmo"), optimus.Mesh(), S), []) == []
 
 
-def test_ignored_targets_do_not_count() -> None:
+def test_ignored_targets_do_not_count_and_rows_do_not_get_lost() -> None:
     compiled = compile_small("olmoe", optimus.Mesh(), backend="eager")
+    too_many = torch.zeros(9, S, dtype=torch.int64)
+    with pytest.raises(ValueError, match="input_ids has 9 rows, and a step at most 8"):
+        compiled.log_likelihoods(too_many, too_many)
     ids = torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(0))
     targets: Tensor = torch.full_like(ids, -100)
     targets[1, 3] = 7

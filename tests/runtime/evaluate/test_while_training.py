@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ from optimus_compiler.config import load_config
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.data.labels import labels_of
 from optimus_compiler.runtime.evaluate.accuracy import evaluate
+from optimus_compiler.runtime.evaluate.encode import encode_tasks
 from optimus_compiler.runtime.evaluate.open import open_model
 from optimus_compiler.runtime.evaluate.tasks import load_tasks
+from optimus_compiler.runtime.evaluate.validation import validation_loss
 from optimus_compiler.runtime.metrics import read_evaluations, read_metrics
 from optimus_compiler.runtime.run import Run, open_run
-from optimus_compiler.runtime.trainer import train
+from optimus_compiler.runtime.trainer import RunFailedError, train
 from tests.task_wheel import QUESTIONS, installed, write_wheel
 from tests.tiny_run import write_data
 
@@ -66,13 +70,13 @@ def test_evaluations_are_the_plain_models_and_change_no_bit(tiny: Path, held_out
     wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
     assert last.validation_loss == pytest.approx(wanted, rel=1e-5)
     assert last.perplexity == pytest.approx(math.exp(wanted), rel=1e-5)
-    subject.model.max_length = 16
-    results = evaluate(subject.model, tasks, subject.tokenize, eos_id=subject.eos_id)
+    encoded = encode_tasks(tasks, subject.tokenize, eos_id=subject.eos_id, max_length=16)
+    results = evaluate(subject.model, encoded)
     assert last.tasks == {each.task: each.score for each in results} | {
         "average": sum(each.score for each in results) / 2
     }
     assert [line for line in said if line.startswith("step 5: validation loss ")]
-    assert {name for name, _, _ in shown} == {"validation", "arc_easy", "piqa"}
+    assert {name for name, _, _ in shown} == {"validation", "reading questions", "arc_easy", "piqa"}
 
 
 def test_a_resumed_run_evaluates_what_is_left(tiny: Path, held_out: Path, tmp_path: Path) -> None:
@@ -107,3 +111,31 @@ def test_what_cannot_be_evaluated_is_refused_before_the_run(
     with installed(write_wheel(tmp_path / "wheel")), pytest.raises(ValueError, match="the model takes 1 to 16"):
         opened(tiny, tmp_path / "run", 'eval.tasks=["piqa"]', "eval.every=2")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stopped_run_is_saved_and_not_evaluated(
+    tiny: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM leaves little time: the checkpoint comes first, and an evaluation that fails loses no step."""
+    run = opened(tiny, tmp_path / "run", f"data.validation_path={held_out}", "eval.every=1", "checkpoint.every=1")
+    train(run, lambda metrics: os.kill(os.getpid(), signal.SIGTERM) if metrics.step == 1 else None)
+    assert [each.step for each in read_evaluations(run.directory)] == [1]
+    assert [path.name for path in (run.directory / "checkpoints").iterdir()] == ["step-1", "step-2"]
+
+    def fail(*_: object, **__: object) -> float:
+        raise ValueError("the loss on held-out text is nan")
+
+    monkeypatch.setattr("optimus_compiler.runtime.evaluate.while_training.validation_loss", fail)
+    settings = (f"data.validation_path={held_out}", "eval.every=1", "checkpoint.every=1")
+    with pytest.raises(RunFailedError, match="stopped after step 3: ValueError: the loss on held-out text is nan"):
+        train(opened(tiny, tmp_path / "run", *settings))
+    assert "step-3" in {path.name for path in (run.directory / "checkpoints").iterdir()}
+
+
+def test_a_loss_that_is_no_number_is_named(tiny: Path, held_out: Path, tmp_path: Path) -> None:
+    run = opened(tiny, tmp_path / "run", "train.steps=1")
+    compiled = train(run)
+    with torch.no_grad():
+        compiled.get_parameter("lm_head.weight").fill_(float("nan"))
+    with pytest.raises(ValueError, match=f"the loss on {held_out} is nan: the model's weights"):
+        validation_loss(compiled, PreparedData.open(held_out))
