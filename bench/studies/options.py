@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from bench.studies.corpus import Corpus, make_corpus
 from bench.tables import RESULTS
 
@@ -32,4 +34,5 @@ def parse_options(description: str) -> Options:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table, curves and picture")
     parser.add_argument("--size", type=float, default=1.0, help="share of the steps, e.g. 0.01 to try it")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # as each training has
     return Options(make_corpus(given.work / "corpus", given.corpus), given.work, given.results, given.size)
