@@ -26,10 +26,12 @@ RANK_TESTS = (
     "tests/test_checkpointing.py",
     "tests/test_ranks.py",
     "tests/test_watch_finite.py",
+    "tests/runtime/evaluate/test_score.py",
     "tests/runtime/test_trainer_ranks.py",
     "tests/runtime/test_resume_ranks.py",
     "tests/runtime/checkpoint/test_layouts.py",
     "tests/runtime/kernels/test_exchange_tokens.py",
+    "tests/cli/test_evaluate.py",
 )
 LAUNCHES = "tests/runtime/resilience/test_launch.py"
 LONG = ("tests/runtime/kernels/test_triton_", "tests/runtime/plan/test_search.py", "tests/test_determinism.py")
