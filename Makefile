@@ -19,7 +19,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-disable-gc -s
 	$(BIN)/python -m bench.report
 
-# about two hours on two cores, resumable; of the sources of Python's library, or make studies CORPUS=folder
+# hours on two cores, resumable; of the sources of Python's library, or make studies CORPUS=folder
 STUDIES := dense_and_moe routes model_scaling batch_scaling components restarts routing
 studies: $(INSTALLED)
 	for study in $(STUDIES); do $(BIN)/python -m bench.studies.$$study $(if $(CORPUS),--corpus $(CORPUS)) || exit 1; done

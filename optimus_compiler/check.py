@@ -57,7 +57,7 @@ def _relative(got: Tensor, wanted: Tensor) -> float:
 def _compiled_gradients(compiled: "CompiledModel", inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     parameters = {entry.name: entry.parameter for bucket in compiled.buckets for entry in bucket.entries}
     with torch.enable_grad():
-        loss = compiled.run(compiled.pad(inputs), TRAINING)["loss"]
+        loss = compiled.run(inputs, TRAINING)["loss"]
         names = compiled.added_in_place()
         in_place = {entry.name: entry.view(bucket.gradients)
                     for bucket in compiled.buckets for entry in bucket.entries if entry.name in names}  # fmt: skip

@@ -16,12 +16,13 @@ from optimus_compiler.explain import explain
 from optimus_compiler.first_backward import FirstBackward
 from optimus_compiler.lower import Backend, values_carrying_gradients
 from optimus_compiler.mesh import DIMENSIONS
+from optimus_compiler.micro_batches import divide, padded
 from optimus_compiler.passes import PassPipeline
 from optimus_compiler.program import OVERFLOW, PROBE, TRAINING, WATCH, Program
 from optimus_compiler.runtime.buckets import Bucket, make_buckets
 from optimus_compiler.runtime.collectives import Transfer, all_reduce
 from optimus_compiler.runtime.kernels import Kernels
-from optimus_compiler.runtime.likelihood import IGNORED_LABEL, row_log_likelihoods
+from optimus_compiler.runtime.likelihood import row_log_likelihoods
 from optimus_compiler.runtime.reduction import GradientReduction
 from optimus_compiler.weights import Weights
 
@@ -198,7 +199,7 @@ class CompiledModel(nn.Module):
         given = {"attention_mask": attention_mask, "document_ids": document_ids, "position_ids": position_ids}
         everything = {"input_ids": input_ids, "labels": labels, **given}
         inputs = {name: value for name, value in everything.items() if value is not None}
-        values = self.pad(inputs)
+        values = self._padded(inputs)
         batch, length = input_ids.shape
         if torch.is_grad_enabled():
             self.reduction.is_clean = False
@@ -281,7 +282,7 @@ class CompiledModel(nn.Module):
 
         if self._pipeline is None:
             for micro_batch in micro_batches:
-                read(self._executor.run(self.pad(micro_batch), ("logits",))["logits"])
+                read(self._executor.run(self._padded(micro_batch), ("logits",))["logits"])
         else:
 
             def run_stage(stage: int, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
@@ -290,21 +291,21 @@ class CompiledModel(nn.Module):
                     read(out["logits"])
                 return out, onward
 
-            self._pipeline.step(self._padded(micro_batches), run_stage, train=False)
+            self._pipeline.step(self._stacked(micro_batches), run_stage, train=False)
         here = torch.cat(found, dim=1) if found else torch.zeros(2, len(input_ids), device=self.device)
         sums, likeliest = all_reduce(here, self.program.mesh.group("pp"))
         return sums, likeliest.bool()
 
     def _divide(self, inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The inputs of each micro-batch, which has fewer rows, or none, where they end."""
-        size = self.program.micro_batch_size
-        starts = range(0, self.micro_batches * size, size)
-        return [{name: value[first : first + size] for name, value in inputs.items()} for first in starts]
+        return divide(inputs, self.program.micro_batch_size, self.micro_batches)
 
-    def _padded(self, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _padded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return padded(inputs, self.program, self.device)
+
+    def _stacked(self, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """All micro-batches, padded, one below the other."""
-        padded = [self.pad(micro_batch) for micro_batch in micro_batches]
-        return {name: torch.cat([each[name] for each in padded]) for name in padded[0]}
+        each = [self._padded(micro_batch) for micro_batch in micro_batches]
+        return {name: torch.cat([values[name] for values in each]) for name in each[0]}
 
     def _micro_batches(
         self, inputs: dict[str, Tensor], *, train: bool, exact_rows: bool = True
@@ -325,7 +326,7 @@ class CompiledModel(nn.Module):
         totals: dict[str, Tensor] = {}
         if self._pipeline is None:
             for index, micro_batch in enumerate(micro_batches):
-                values = self.pad(micro_batch)
+                values = self._padded(micro_batch)
                 self._check(micro_batch)
                 out = self._executor.run(values, wanted, exact_rows=exact_rows)
                 if train:
@@ -341,7 +342,7 @@ class CompiledModel(nn.Module):
                 return out, onward
 
             waiting = self._first_backward.expect() if train and not self._first_backward.is_over else None
-            self._pipeline.step(self._padded(micro_batches), run_stage, train=train)
+            self._pipeline.step(self._stacked(micro_batches), run_stage, train=train)
             if waiting is not None:
                 self._first_backward.refuse_missing(waiting, self._executor.buffers)
         return self._means(totals)
@@ -397,42 +398,8 @@ class CompiledModel(nn.Module):
         return set(self._executor.buffers)
 
     def run(self, inputs: dict[str, Tensor], wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        """Runs the program on padded inputs (`pad`); the wanted outputs by role."""
-        return self._executor.run(inputs, wanted)
-
-    def pad(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Right-pads to the compiled shape: the losses ignore padding, and causal attention ends before it."""
-        if inputs["input_ids"].dim() != 2:
-            raise ValueError(
-                f"input_ids has shape {tuple(inputs['input_ids'].shape)}, a micro-batch is [batch, sequence]"
-            )
-        batch, length = inputs["input_ids"].shape
-        full = (self.program.micro_batch_size, self.program.sequence_length)
-        if batch > full[0] or length > full[1]:
-            raise ValueError(f"input_ids has shape {(batch, length)}, compiled was {full}: cut it, or compile for more")
-        declared = [name for name in self.program.inputs if name not in ("valid", "labels")]
-        for name, value in inputs.items():
-            if name not in (*declared, "labels"):
-                raise ValueError(f"{name} was not declared: compile(..., inputs=(..., {name!r}))")
-            if value.shape != inputs["input_ids"].shape:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, input_ids {(batch, length)}")
-        for name in declared:
-            if name not in inputs:
-                raise ValueError(f"{name} was declared to compile and must be given")
-        for name, value in inputs.items():
-            if value.dtype.is_floating_point or value.dtype.is_complex:
-                raise ValueError(f"{name} is {value.dtype}: give integers")
-        # compiled code reads memory as it was captured: int64, contiguous
-        padded = {name: value.to(self.device, torch.int64).contiguous() for name, value in inputs.items()}
-        if "valid" in self.program.inputs:
-            mask = padded.get("attention_mask")
-            padded["valid"] = mask != 0 if mask is not None else torch.ones_like(padded["input_ids"], dtype=torch.bool)
-        if (batch, length) == full:
-            return padded
-        # a padded position attends to itself: attention over nothing would be NaN
-        fills = {"labels": IGNORED_LABEL, "attention_mask": 1, "document_ids": -1, "valid": False}
-        edges = (0, full[1] - length, 0, full[0] - batch)
-        return {name: nn.functional.pad(value, edges, value=fills.get(name, 0)) for name, value in padded.items()}
+        """Runs the program on one micro-batch; the wanted outputs by role."""
+        return self._executor.run(self._padded(inputs), wanted)
 
     # reading
 

@@ -8,6 +8,7 @@ import torch
 
 import optimus_compiler as optimus
 from optimus_compiler.lower import Backend
+from optimus_compiler.micro_batches import padded
 from optimus_compiler.passes import Canonicalise
 from tests.models.twins import SIZES, olmoe_config, ours, relative_error, twins
 from tests.parity import assert_parity, compile_for, random_ids, worst_gradient
@@ -71,7 +72,7 @@ def test_inputs_of_another_dtype_or_layout_are_the_same_inputs(backend: Backend)
     compiled = compile_for(model, ids, {"attention_mask": mask}, backend=backend)
     expected = compiled(ids, labels, attention_mask=mask).loss
     for variant in (mask.bool(), mask.int(), mask.t().contiguous().t()):
-        given = compiled.pad({"input_ids": ids.int(), "attention_mask": variant})
+        given = padded({"input_ids": ids.int(), "attention_mask": variant}, compiled.program, compiled.device)
         assert all(value.is_contiguous() for value in given.values())
         assert given["input_ids"].dtype == given["attention_mask"].dtype == torch.int64
         assert torch.equal(compiled(ids, labels, attention_mask=variant).loss, expected)

@@ -44,7 +44,7 @@ def options(folder: Path, size: float = 1.0) -> Options:
 
 
 def test_steps_are_scaled_but_never_too_few(tmp_path: Path) -> None:
-    assert [options(tmp_path, size).steps(1000) for size in (1.0, 0.1, 0.001)] == [1000, 100, 4]
+    assert [options(tmp_path, size).scaled(1000) for size in (1.0, 0.1, 0.001)] == [1000, 100, 4]
 
 
 def test_a_training_starts_as_its_mesh_and_launcher_say(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def study(options: Options) -> None:
             configuration(
                 options,
                 model=MODEL,
-                steps=max(4, options.steps(STEPS) // dp),
+                steps=max(4, options.scaled(STEPS) // dp),
                 mesh={"dp": dp},
                 train={"global_batch_size": MICRO_BATCH * dp},
             ),
@@ -57,7 +57,7 @@ def study(options: Options) -> None:
     }
     train_all(list(trainings.values()), at_once=1)
     curves = {f"dp={dp}": validation_curve(training.directory) for dp, training in trainings.items()}
-    speeds = measure(options.steps(ROUNDS * 4) // 4)
+    speeds = measure(max(1, round(ROUNDS * options.size)))
 
     rows = []
     cores = os.cpu_count() or 1
@@ -99,7 +99,7 @@ def measure(rounds: int) -> dict[tuple[int, bool], list[float]]:
     speeds: dict[tuple[int, bool], list[float]] = {(dp, fur): [] for dp in REPLICAS for fur in (False, True)}
     pool = Ranks()
     try:
-        for _ in range(max(1, rounds)):
+        for _ in range(rounds):
             for dp in REPLICAS:
                 (found, *_) = pool.run(dp, timed, dp)
                 for fur, speed in found.items():

@@ -50,7 +50,7 @@ PAPER = {
 
 def study(options: Options) -> None:
     """Measures both comparisons and shows them in one table."""
-    rounds = options.steps(ROUNDS)
+    rounds = options.scaled(ROUNDS)
     alone = measure_alone(rounds)
     pool = Ranks()
     try:

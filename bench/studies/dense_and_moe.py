@@ -37,7 +37,7 @@ def study(options: Options) -> None:
     trainings = {
         (kind, seed): Training(
             options.work / "dense-and-moe" / f"{kind}-seed{seed}",
-            configuration(options, model=model, steps=options.steps(STEPS), train={"seed": seed}),
+            configuration(options, model=model, steps=options.scaled(STEPS), train={"seed": seed}),
         )
         for seed in SEEDS
         for kind, model in MODELS.items()

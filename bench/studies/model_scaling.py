@@ -67,7 +67,7 @@ def _training(options: Options, name: str) -> Training:
         "num_experts_per_tok": 2,
     }
     directory = options.work / "model-scaling" / name.removeprefix("like ").lower()
-    return Training(directory, configuration(options, model=model, steps=options.steps(STEPS)))
+    return Training(directory, configuration(options, model=model, steps=options.scaled(STEPS)))
 
 
 def _draw_curves(axes: Axes, curves: dict[str, Curve]) -> None:

@@ -14,16 +14,16 @@ from bench.tables import RESULTS
 
 @dataclass(frozen=True)
 class Options:
-    """What a study is run with. `steps` scales a number of steps to the size that was asked for."""
+    """What a study is run with."""
 
     corpus: Corpus
     work: Path
     results: Path
     size: float
 
-    def steps(self, steps: int) -> int:
-        """So many steps at full size, at least four."""
-        return max(4, round(steps * self.size))
+    def scaled(self, count: int) -> int:
+        """So many steps, rounds or questions at full size, at least four."""
+        return max(4, round(count * self.size))
 
 
 def parse_options(description: str) -> Options:

@@ -31,7 +31,7 @@ SMOOTH = 8
 
 def study(options: Options) -> None:
     """Trains the three runs and overlays their losses."""
-    steps = options.steps(STEPS)
+    steps = options.scaled(STEPS)
     half = steps // 2
     config = configuration(
         options,

@@ -37,7 +37,7 @@ def study(options: Options) -> None:
     shutil.rmtree(exported, ignore_errors=True)
     if main(["export", str(run), str(exported)]):
         raise RuntimeError(f"{run} could not be exported: run bench.studies.dense_and_moe first")
-    tasks = load_tasks(["olmoe"], options.steps(QUESTIONS))
+    tasks = load_tasks(["olmoe"], options.scaled(QUESTIONS))
     ours, theirs, apart = [], [], 0.0
     subject, other_route = open_model(exported, Mesh()), _lm_eval(exported)
     with StageProgress() as progress:

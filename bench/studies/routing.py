@@ -39,7 +39,7 @@ IDLE = 0.1  # an expert is idle with less than this much of an even share
 
 def study(options: Options) -> None:
     """Trains the same model with and without the auxiliary loss, and counts its experts' tokens layer by layer."""
-    steps = options.steps(STEPS)
+    steps = options.scaled(STEPS)
     trainings = {
         name: Training(
             options.work / "routing" / f"coefficient-{coefficient}",

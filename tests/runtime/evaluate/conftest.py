@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.byte_level import train_byte_level
+from tests.models.twins import olmoe_config, twins
 
 VOCABULARY, LENGTH = 300, 40
 TEXT = "The cat sat on the mat. A stone falls because of gravity. def f(x): return x + 1\n" * 20
@@ -16,23 +16,10 @@ TEXT = "The cat sat on the mat. A stone falls because of gravity. def f(x): retu
 @pytest.fixture(scope="session")
 def olmoe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """transformers' own OLMoE, saved by transformers; large initial weights tell the choices apart."""
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
     folder = tmp_path_factory.mktemp("olmoe")
-    torch.manual_seed(0)
-    config = OlmoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=LENGTH,
-        initializer_range=0.2,
-        pad_token_id=1,
-        eos_token_id=0,
-    )
-    OlmoeForCausalLM(config).save_pretrained(folder)
+    special = {"pad_token_id": 1, "eos_token_id": 0}
+    config = olmoe_config(vocab_size=VOCABULARY, hidden_size=32, max_position_embeddings=LENGTH, **special)
+    _, reference = twins(config)
+    reference.save_pretrained(folder)
     train_byte_level([TEXT], VOCABULARY, ["<|endoftext|>", "<|padding|>"]).save(str(folder / "tokenizer.json"))
     return folder
