@@ -21,20 +21,20 @@ from optimus_compiler.config import (
     to_toml,
 )
 from optimus_compiler.layout import check_layout, micro_batches
-from optimus_compiler.mesh import Mesh
+from optimus_compiler.mesh import DIMENSIONS, Mesh
 from optimus_compiler.models import ModelConfig, build, from_hf, from_name
 from optimus_compiler.passes import PassOptions, PassPipeline, default_passes
 from optimus_compiler.program import Program
 from optimus_compiler.runtime.checkpoint.find import find_newest, open_whole
 from optimus_compiler.runtime.checkpoint.folder import Checkpoint, CheckpointFolder
 from optimus_compiler.runtime.checkpoint.manifest import MANIFEST, CheckpointError
-from optimus_compiler.runtime.collectives import together
+from optimus_compiler.runtime.collectives import from_first, together
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.evaluate.encode import encoder, refuse_long
 from optimus_compiler.runtime.evaluate.tasks import Task, load_tasks
 from optimus_compiler.runtime.files import whole_file
 from optimus_compiler.runtime.initial_weights import check_initial_weights
-from optimus_compiler.runtime.metrics import METRICS
+from optimus_compiler.runtime.metrics import METRICS, read_evaluations
 from optimus_compiler.runtime.resume import keep_first_values, refuse_changes
 from optimus_compiler.runtime.run_lock import run_lock
 from optimus_compiler.runtime.writers import check_packages
@@ -57,11 +57,22 @@ class Run:
     skip_steps: int = 0  # steps' worth of data that are passed over at the start
     validation: PreparedData | None = None  # held-out text whose loss is measured
     tasks: tuple[Task, ...] = ()  # whose accuracies are
+    evaluate_first: bool = False  # the step that it continues after was saved, and not evaluated any more
 
     @property
     def steps_done(self) -> int:
         """How many steps were taken before this start."""
         return self.start.manifest.progress.step if self.start else 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether neither a step nor an evaluation is left."""
+        return self.steps_done >= self.config.train.steps and not self.evaluate_first
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether [eval] asks for an evaluation after this step."""
+        every = self.config.eval.every
+        return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
 
 def open_run(
@@ -107,6 +118,8 @@ def open_run(
         _check_start(run, first, allow_changed, say)
         if start is None and resolved.model.init != "random":
             check_initial_weights(resolved.model.init, model_config, mesh.rank, mesh.size)
+        lacks_evaluation = mesh.rank == 0 and _lacks_evaluation(run)
+    run = replace(run, evaluate_first=from_first(lacks_evaluation, mesh.group(*DIMENSIONS)))
     with together(mesh):
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
@@ -160,6 +173,13 @@ def _check_start(run: Run, first: Config | None, allow_changed: Sequence[str], s
     same_data = first.data.path == run.config.data.path
     refuse_changes(directory, first, run.config, same_model=same_model, same_data=same_data, allowed=allow_changed)
     say(f"{directory} holds a run that stopped before its first checkpoint: starting again from step 1")
+
+
+def _lacks_evaluation(run: Run) -> bool:
+    """Whether the run was stopped between saving the step that it continues after and having evaluated it."""
+    if not run.steps_done or not run.evaluates_after(run.steps_done):
+        return False
+    return run.steps_done not in {evaluation.step for evaluation in read_evaluations(run.directory)}
 
 
 def _has_steps(directory: Path) -> bool:

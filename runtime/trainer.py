@@ -87,7 +87,7 @@ def train(
     Raises RunFailedError for whatever stops the run; a non-finite loss or gradient does so before it reaches the
     weights.
     """
-    step = 0
+    step = run.steps_done
     try:
         lock = run_lock(run.directory) if run.mesh.rank == 0 else nullcontext()
         with lock, _compile_cache(run), Beacon() as beacon:
@@ -138,6 +138,14 @@ def _steps(
     guard = LossGuard(config.resilience.loss_spike_sigma, progress.recent_losses)
     stalled = 0.0
     with loader, saver, StopRequest() as stop, _lines_file(run, METRICS) as log, Writers(run, notice) as writers:
+
+        def evaluate() -> None:
+            evaluation = _evaluate(run, evaluator, progress, beacon, on_evaluating)
+            writers.evaluation(evaluation)
+            notice(describe(evaluation))
+
+        if run.evaluate_first:
+            evaluate()
         for step in range(progress.step, config.train.steps):
             started = time.perf_counter()
             batch = loader.next()
@@ -212,10 +220,8 @@ def _steps(
                 saver.wait()
                 notice(f"stopped by SIGTERM after step {progress.step:,}: the same command continues the run")
                 break
-            if evaluator.is_due(progress.step):  # the step is saved: what goes wrong from here on loses none
-                evaluation = _evaluate(run, evaluator, progress, beacon, on_evaluating)
-                writers.evaluation(evaluation)
-                notice(describe(evaluation))
+            if run.evaluates_after(progress.step):  # the step is saved: what goes wrong from here on loses none
+                evaluate()
         saver.wait()
 
 

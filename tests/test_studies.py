@@ -23,7 +23,7 @@ from optimus_compiler.config import load_config
 from optimus_compiler.models.olmoe import OlmoeTopKRouter
 from optimus_compiler.runtime.data.dataset import PreparedData
 from optimus_compiler.runtime.evaluate.open import open_model
-from optimus_compiler.runtime.metrics import METRICS, read_metrics
+from optimus_compiler.runtime.metrics import EVALUATIONS, METRICS, Evaluation, read_metrics
 from optimus_compiler.runtime.resilience.inject import Injection
 from optimus_compiler.runtime.run import open_run
 from optimus_compiler.runtime.trainer import train
@@ -68,12 +68,15 @@ def test_a_training_starts_as_its_mesh_and_launcher_say(tmp_path: Path) -> None:
     assert launched[-2:] == ["--nodes", "2"]
 
 
-def test_a_training_is_done_when_its_last_line_is_whole(tmp_path: Path) -> None:
+def test_a_training_is_done_when_its_last_step_is_whole_and_evaluated(tmp_path: Path) -> None:
     training = Training(tmp_path, configuration(options(tmp_path), model={}, steps=4))
     assert training.steps_done() == 0
     (tmp_path / METRICS).write_text('{"step": 3}\n{"step": 4')
     assert not training.is_done()
     (tmp_path / METRICS).write_text('{"step": 3}\n{"step": 4}\n')
+    (tmp_path / EVALUATIONS).write_text(Evaluation(step=3, tokens=6).to_json() + "\n")
+    assert not training.is_done()
+    (tmp_path / EVALUATIONS).write_text(Evaluation(step=4, tokens=8).to_json() + "\n")
     assert training.is_done()
     training.command()
     assert training.is_done()

@@ -17,7 +17,7 @@ from bench.studies.options import Options
 from optimus_compiler.cli.stages import StageProgress
 from optimus_compiler.config import Config, load_config, to_toml
 from optimus_compiler.models import ModelConfig
-from optimus_compiler.runtime.metrics import METRICS, read_metrics
+from optimus_compiler.runtime.metrics import METRICS, read_evaluations, read_metrics
 from optimus_compiler.runtime.run import load_model_config
 
 AT_ONCE = 2  # trainings of one thread each
@@ -48,13 +48,15 @@ class Training:
         return json.loads(lines[-1])["step"] if lines and lines[-1].endswith(b"}") else 0
 
     def is_done(self) -> bool:
-        """Whether the last step was taken; raises RuntimeError where it was another training's."""
+        """Whether the last step was taken and evaluated; raises RuntimeError where it was another training's."""
         file = self.beside("toml")
         if file.is_file() and load_config(file) != self.config:
             raise RuntimeError(
                 f"{self.directory} was trained with another configuration ({file}): delete both, or give another --work"
             )
-        return self.steps_done() >= self.config.train.steps
+        steps = self.config.train.steps
+        evaluated = [each.step for each in read_evaluations(self.directory)]
+        return self.steps_done() >= steps and (steps in evaluated or not self.config.eval.every)
 
     def command(self) -> list[str]:
         """The command line that begins it, or goes on with it."""

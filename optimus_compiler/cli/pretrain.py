@@ -63,10 +63,9 @@ def pretrain(
         skip_steps=skip_steps,
         say=print,
     )
-    steps = run.config.train.steps
-    if run.steps_done >= steps:
+    if run.is_done:
         if run.mesh.rank == 0:
-            print(f"{output}: all {steps:,} steps are done: raise train.steps to go on")
+            print(f"{output}: all {run.config.train.steps:,} steps are done: raise train.steps to go on")
     else:
         train_with_progress(run, profile=profile)
     processes.stop()
@@ -79,7 +78,7 @@ def train_with_progress(run: Run, *, profile: bool = False) -> CompiledModel:
 
     if run.mesh.rank > 0:
         return train(run, profile=profile)
-    with StepProgress(run.config.train.steps, every=run.config.log.every) as progress:
+    with StepProgress(run.config.train.steps, done=run.steps_done, every=run.config.log.every) as progress:
         compiled = train(run, progress.show, profile=profile, say=progress.say, on_evaluating=progress.evaluating)
     if progress.step == run.config.train.steps:
         print(f"{run.directory}: {progress.step:,} steps done; curves: optimus plot {run.directory}")

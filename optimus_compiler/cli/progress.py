@@ -18,8 +18,8 @@ class StepProgress:
     Off a terminal it prints the first, the last and each `every`-th step.
     """
 
-    def __init__(self, steps: int, *, every: int) -> None:
-        self.step = 0  # the last one shown
+    def __init__(self, steps: int, *, every: int, done: int = 0) -> None:
+        self.step = done  # the last one shown, or taken before this start
         self._steps = steps
         self._first = 0
         self._every = every

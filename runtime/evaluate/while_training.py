@@ -26,11 +26,6 @@ class Evaluator:
         self._compiled = compiled
         self._tasks: list[EncodedTask] = []
 
-    def is_due(self, step: int) -> bool:
-        """Whether the run asks for an evaluation after this step."""
-        every = self._run.config.eval.every
-        return bool(every) and (step % every == 0 or step == self._run.config.train.steps)
-
     def evaluate(self, step: int, tokens: int, progress: Progress) -> Evaluation:
         """The model's loss on the validation data and accuracies on the tasks. Every rank calls it, and gets the same.
 

@@ -113,11 +113,12 @@ def test_what_cannot_be_evaluated_is_refused_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stopped_run_is_saved_and_not_evaluated(
+def test_an_evaluation_that_was_not_done_comes_first(
     tiny: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM leaves little time: the checkpoint comes first, and an evaluation that fails loses no step."""
-    run = opened(tiny, tmp_path / "run", f"data.validation_path={held_out}", "eval.every=1", "checkpoint.every=1")
+    """SIGTERM leaves little time, and an evaluation may fail: neither loses a step, nor an evaluation, nor the last."""
+    settings = (f"data.validation_path={held_out}", "eval.every=1", "checkpoint.every=1")
+    run = opened(tiny, tmp_path / "run", *settings)
     train(run, lambda metrics: os.kill(os.getpid(), signal.SIGTERM) if metrics.step == 1 else None)
     assert [each.step for each in read_evaluations(run.directory)] == [1]
     assert [path.name for path in (run.directory / "checkpoints").iterdir()] == ["step-1", "step-2"]
@@ -125,11 +126,25 @@ def test_a_stopped_run_is_saved_and_not_evaluated(
     def fail(*_: object, **__: object) -> float:
         raise ValueError("the loss on held-out text is nan")
 
-    monkeypatch.setattr("optimus_compiler.runtime.evaluate.while_training.validation_loss", fail)
-    settings = (f"data.validation_path={held_out}", "eval.every=1", "checkpoint.every=1")
-    with pytest.raises(RunFailedError, match="stopped after step 3: ValueError: the loss on held-out text is nan"):
-        train(opened(tiny, tmp_path / "run", *settings))
-    assert "step-3" in {path.name for path in (run.directory / "checkpoints").iterdir()}
+    with monkeypatch.context() as broken:
+        validation = "optimus_compiler.runtime.evaluate.while_training.validation_loss"
+        with pytest.raises(RunFailedError, match="stopped after step 5: ValueError: the loss on held-out text is nan"):
+            train(
+                opened(tiny, tmp_path / "run", *settings),
+                lambda metrics: broken.setattr(validation, fail) if metrics.step == 5 else None,
+            )
+    assert [each.step for each in read_evaluations(run.directory)] == [1, 2, 3, 4]
+
+    lacking = opened(tiny, tmp_path / "run", *settings)
+    assert lacking.steps_done == 5
+    assert not lacking.is_done
+    train(lacking)
+    assert opened(tiny, tmp_path / "run", *settings).is_done
+    train(opened(tiny, tmp_path / "whole", *settings))
+    resumed, whole = read_evaluations(tmp_path / "run"), read_evaluations(tmp_path / "whole")
+    assert [(each.step, each.validation_loss) for each in resumed] == [
+        (each.step, each.validation_loss) for each in whole
+    ]
 
 
 def test_a_loss_that_is_no_number_is_named(tiny: Path, held_out: Path, tmp_path: Path) -> None:
