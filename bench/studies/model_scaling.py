@@ -21,7 +21,7 @@ from bench.tables import machine
 from optimus_compiler.models import parameter_count
 from optimus_compiler.runtime.metrics import flops_per_token
 
-STEPS = 732  # 3 M tokens
+STEPS = 2930  # 12 M tokens
 SIZES = {  # as in the paper's table of models: layers, hidden size, heads, experts
     "like Mula-7B-A1B": (1, 64, 2, 16),
     "like Mula-20B-A2B": (2, 64, 2, 24),

@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ def _lm_eval(folder: Path) -> Callable[[Sequence[Request]], list[float]]:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every context that it cuts, as ours is cut
     model = HFLM(pretrained=str(folder), tokenizer=str(folder), device="cpu", dtype="float32", batch_size=16)
 
     def likelihoods(requests: Sequence[Request]) -> list[float]:
@@ -94,7 +96,7 @@ def _draw(axes: Axes, ours: list[Result], theirs: list[Result]) -> None:
     axes.bar([place + 0.2 for place in places], [each.score for each in theirs], 0.4, label="lm-eval + transformers")
     axes.set_xticks(list(places), [each.task for each in ours], rotation=40, ha="right")
     axes.set_ylabel("accuracy that counts")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
 if __name__ == "__main__":
