@@ -168,7 +168,7 @@ def test_a_study_runs(study: str, tmp_path_factory: pytest.TempPathFactory) -> N
     command = [sys.executable, "-m", f"bench.studies.{study}", "--corpus", str(corpus), "--work", str(folder / "work")]
     command += ["--results", str(folder / "results"), "--size", "0.02"]
     for _ in range(2):  # the second time everything is there
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
         assert done.returncode == 0, done.stderr
     name, rows = STUDIES[study]
     result = json.loads((folder / "results" / f"{name}.json").read_text())

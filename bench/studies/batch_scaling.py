@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 
 import optimus_compiler as optimus
 from bench.studies.corpus import CONTEXT_LENGTH, VOCABULARY
-from bench.studies.options import Options, parse_options
+from bench.studies.options import PATIENCE, Options, parse_options
 from bench.studies.results import Curve, keep_study, validation_curve
 from bench.studies.trainings import MICRO_BATCH, Training, configuration, train_all
 from bench.tables import machine
@@ -101,7 +101,7 @@ def measure(rounds: int) -> dict[tuple[int, bool], list[float]]:
     try:
         for _ in range(rounds):
             for dp in REPLICAS:
-                (found, *_) = pool.run(dp, timed, dp)
+                (found, *_) = pool.run(dp, timed, dp, seconds=PATIENCE)
                 for fur, speed in found.items():
                     speeds[dp, fur].append(speed)
     finally:

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import optimus_compiler as optimus
-from bench.studies.options import Options, parse_options
+from bench.studies.options import PATIENCE, Options, parse_options
 from bench.studies.results import keep_study
 from bench.tables import machine
 from optimus_compiler.models import build, from_name
@@ -54,7 +54,7 @@ def study(options: Options) -> None:
     alone = measure_alone(rounds)
     pool = Ranks()
     try:
-        (sharded, *_) = pool.run(4, measure_sharded, rounds)
+        (sharded, *_) = pool.run(4, measure_sharded, rounds, seconds=PATIENCE)
     finally:
         pool.stop()
     rows, bars = [], {}

@@ -11,6 +11,8 @@ import torch
 from bench.studies.corpus import Corpus, make_corpus
 from bench.tables import RESULTS
 
+PATIENCE = 1800  # seconds for processes that measure: they compile first, and the machine may be busy
+
 
 @dataclass(frozen=True)
 class Options:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from statistics import mean
 
 from matplotlib.axes import Axes
 
@@ -65,7 +66,7 @@ def study(options: Options) -> None:
     for name, metrics in runs.items():
         differing = [a.step for a, b in zip(metrics, base, strict=True) if a.loss != b.loss]
         largest = max(abs(a.loss - b.loss) for a, b in zip(metrics, base, strict=True))
-        end = sum(each.loss for each in metrics[-SMOOTH:]) / SMOOTH
+        end = mean(each.loss for each in metrics[-SMOOTH:])
         restarts = {"undisturbed": 0, "from weights alone": 1}.get(name, len(incidents))
         rows.append(
             [
@@ -109,11 +110,9 @@ def injections(steps: int) -> list[str]:
 
 
 def _smoothed(metrics: list[StepMetrics]) -> Curve:
-    """(step, mean loss of the last steps) every few steps."""
-    return [
-        (metrics[end - 1].step, sum(each.loss for each in metrics[end - SMOOTH : end]) / SMOOTH)
-        for end in range(SMOOTH, len(metrics) + 1, SMOOTH)
-    ]
+    """(step, mean loss of the last steps) every few steps, and in the end."""
+    ends = [*range(SMOOTH, len(metrics), SMOOTH), len(metrics)]
+    return [(metrics[end - 1].step, mean(each.loss for each in metrics[max(0, end - SMOOTH) : end])) for end in ends]
 
 
 def _draw(axes: Axes, curves: dict[str, Curve], half: int, incidents: list[dict[str, object]]) -> None:
