@@ -57,7 +57,7 @@ class Run:
     skip_steps: int = 0  # steps' worth of data that are passed over at the start
     validation: PreparedData | None = None  # held-out text whose loss is measured
     tasks: tuple[Task, ...] = ()  # whose accuracies are
-    evaluate_first: bool = False  # the step that it continues after was saved, and not evaluated any more
+    evaluate_first: bool = False  # the step that it continues after was saved, and never evaluated
 
     @property
     def steps_done(self) -> int:
